@@ -1,0 +1,558 @@
+//! What an agent publishes: one [`Batch`] an engine step, and at least one heartbeat an interval.
+//!
+//! On the socket a message has three frames: the topic `kvatlas/1/<engine>`, the seq as 8 bytes big-endian, and the
+//! batch as MessagePack with named fields (so that receivers of protocol N read N-1 and ignore what N+1 adds).
+//! Fingerprints travel as `bin`, 8 bytes little-endian each: decoding is one copy.
+
+use crate::block::Fingerprint;
+use crate::digest::Digest;
+use crate::id::{EngineId, Epoch, SetKind};
+use serde::{Deserialize, Serialize};
+
+/// The protocol that this code speaks. Receivers take this one and the one before.
+pub const PROTOCOL: u16 = 1;
+/// Before the engine's name in a topic.
+pub const TOPIC: &str = "kvatlas/1/";
+/// Largest payload taken, in bytes. An agent cuts a batch before it reaches a quarter of this: 2^19 fingerprints.
+pub const MAX_PAYLOAD_BYTES: usize = 16 << 20;
+/// Most operations in one batch.
+pub const MAX_OPS: usize = 1 << 16;
+/// Longest text taken anywhere in a batch (model, adapter, request id, reason), in bytes.
+pub const MAX_TEXT_BYTES: usize = 1024;
+/// Most adapters, served names or groups in a heartbeat.
+pub const MAX_LIST: usize = 1024;
+
+/// Everything that one engine step changed, or a heartbeat.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Batch {
+    /// Protocol version of the sender.
+    #[serde(rename = "v")]
+    pub version: u16,
+    /// The sender's process life.
+    #[serde(rename = "e")]
+    pub epoch: Epoch,
+    /// When the engine step ended, milliseconds since the Unix epoch on the *engine's* clock: to read, never to
+    /// compare with another machine's clock.
+    #[serde(rename = "t")]
+    pub step_ms: u64,
+    /// In the order in which they are to be applied.
+    #[serde(rename = "o")]
+    pub ops: Vec<Op>,
+}
+
+/// One operation of a batch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Op {
+    /// Members were added, parents first.
+    Store(Store),
+    /// Members were removed, deepest first.
+    Remove(Remove),
+    /// A set, or all of them, is empty now.
+    Clear(Clear),
+    /// The heartbeat.
+    State(Box<State>),
+    /// A step in the life of one request.
+    Life(Life),
+}
+
+/// Members added to a set: a chain, each the child of the one before it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Store {
+    /// Which set.
+    #[serde(rename = "k")]
+    pub kind: SetKind,
+    /// What the first member follows.
+    #[serde(rename = "p")]
+    pub parent: Parent,
+    /// The members, in order.
+    #[serde(rename = "f")]
+    pub fingerprints: Fingerprints,
+}
+
+/// What a stored chain follows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Parent {
+    /// Another block.
+    Block(Fingerprint),
+    /// Nothing: the chain starts a prompt. The salt is never told.
+    Root {
+        /// `fp(-1)`.
+        fp: Fingerprint,
+        /// Base model.
+        model: String,
+        /// Adapter, "" for none.
+        #[serde(default)]
+        adapter: String,
+    },
+}
+
+impl Parent {
+    /// The fingerprint that the chain's first member was hashed from.
+    pub fn fingerprint(&self) -> Fingerprint {
+        match self {
+            Parent::Block(fp) | Parent::Root { fp, .. } => *fp,
+        }
+    }
+}
+
+/// Members removed from a set, deepest first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Remove {
+    /// Which set.
+    #[serde(rename = "k")]
+    pub kind: SetKind,
+    /// The members.
+    #[serde(rename = "f")]
+    pub fingerprints: Fingerprints,
+}
+
+/// A set was emptied at once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Clear {
+    /// Which set; all of them when absent.
+    #[serde(rename = "k", default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<SetKind>,
+}
+
+/// Fingerprints that travel as one `bin`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Fingerprints(pub Vec<Fingerprint>);
+
+impl Serialize for Fingerprints {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut bytes = Vec::with_capacity(self.0.len() * 8);
+        self.0.iter().for_each(|fp| bytes.extend_from_slice(&fp.to_le_bytes()));
+        serializer.serialize_bytes(&bytes)
+    }
+}
+
+impl<'de> Deserialize<'de> for Fingerprints {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = Fingerprints;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("fingerprints as bytes, 8 each")
+            }
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Fingerprints, E> {
+                let (words, rest) = bytes.as_chunks::<8>();
+                if !rest.is_empty() {
+                    return Err(E::invalid_length(bytes.len(), &self));
+                }
+                let out: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
+                if out.contains(&0) {
+                    return Err(E::custom("fingerprint 0 is reserved"));
+                }
+                Ok(Fingerprints(out))
+            }
+        }
+        deserializer.deserialize_bytes(Visitor)
+    }
+}
+
+/// A step in the life of one request, by the engine's own request id.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Life {
+    /// It entered the scheduler: a picker's reservation for it ends, since the engine's own queue counts it now.
+    Arrived {
+        /// As the engine knows it; [`picker_request_id`] finds the picker's id inside.
+        id: String,
+    },
+    /// It was scheduled for the first time.
+    Started {
+        /// As above.
+        id: String,
+        /// Tokens of the prompt.
+        prompt_tokens: u32,
+        /// Tokens that the engine took from its own cache.
+        cached_tokens: u32,
+        /// What the agent's own set said at that instant; absent when a part of the prompt has no name.
+        #[serde(default)]
+        predicted_tokens: Option<u32>,
+        /// The last seq that was published when the engine looked.
+        seq: u64,
+    },
+    /// It ended.
+    Finished {
+        /// As above.
+        id: String,
+        /// `stop`, `length`, `abort`, ... as the engine names it.
+        reason: String,
+    },
+}
+
+impl Life {
+    /// The engine's request id.
+    pub fn id(&self) -> &str {
+        match self {
+            Life::Arrived { id } | Life::Started { id, .. } | Life::Finished { id, .. } => id,
+        }
+    }
+}
+
+/// The 36 characters of the UUID inside an engine's request id: `chatcmpl-<id>`, `cmpl-<id>-<i>`, `<k>_<id>`, each
+/// perhaps followed by `-` and 8 random characters. `None` when the request did not come from a picker.
+pub fn picker_request_id(id: &str) -> Option<&str> {
+    const DASHES: [usize; 4] = [8, 13, 18, 23];
+    let bytes = id.as_bytes();
+    let at = bytes.windows(36).position(|w| {
+        w.iter().enumerate().all(|(i, b)| if DASHES.contains(&i) { *b == b'-' } else { b.is_ascii_hexdigit() })
+    })?;
+    id.get(at..at + 36)
+}
+
+/// The heartbeat. Sent at least once an interval (100 ms by default), also by an idle engine.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Pod and data-parallel rank, as the agent was told.
+    pub engine: EngineId,
+    /// Data-parallel size.
+    #[serde(default)]
+    pub dp_size: u32,
+    /// All names under which the model is served, the first one being the namespace's.
+    pub models: Vec<String>,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// [`crate::block::check`] of the first name, the seed and the block size.
+    pub check: u64,
+    /// The rule by which this engine's hits end.
+    #[serde(default)]
+    pub rule: HitRule,
+    /// The engine's KV cache groups.
+    #[serde(default)]
+    pub groups: Vec<Group>,
+    /// Digest of each kind of set at this seq, after the operations before it in the batch.
+    pub digests: Vec<KindDigest>,
+    /// Requests running.
+    pub running: u32,
+    /// Requests waiting.
+    pub waiting: u32,
+    /// Prompt tokens that are admitted and not yet computed, running and waiting.
+    #[serde(default)]
+    pub backlog_tokens: u64,
+    /// Share of KV blocks in use by live requests, 0 to 1.
+    pub kv_use: f32,
+    /// Most requests that may run at once, 0 if unknown.
+    #[serde(default)]
+    pub max_num_seqs: u32,
+    /// Blocks of the GPU pool.
+    #[serde(default)]
+    pub total_blocks: u64,
+    /// Cached blocks whose tokens the agent cannot know.
+    #[serde(default)]
+    pub unnamed: u64,
+    /// Adapters that run or are thought loaded.
+    #[serde(default)]
+    pub adapters: Vec<String>,
+    /// Adapters that waiting requests ask for.
+    #[serde(default)]
+    pub adapters_waiting: Vec<String>,
+    /// Most adapters at once, 0 without LoRA.
+    #[serde(default)]
+    pub max_adapters: u32,
+    /// Engine steps since the process started.
+    #[serde(default)]
+    pub steps: u64,
+    /// Milliseconds since the last step while work waits; 0 when none waits.
+    #[serde(default)]
+    pub stalled_ms: u64,
+    /// GPU utilization 0 to 1, where it can be measured.
+    #[serde(default)]
+    pub gpu_utilization: Option<f32>,
+    /// 1 = healthy, 0 = failed.
+    #[serde(default = "one")]
+    pub health: f32,
+    /// The engine takes no new requests.
+    #[serde(default)]
+    pub draining: bool,
+    /// The engine sleeps (its cache is gone).
+    #[serde(default)]
+    pub asleep: bool,
+    /// Version of the agent.
+    #[serde(default)]
+    pub agent: String,
+    /// Version of the engine.
+    #[serde(default)]
+    pub engine_version: String,
+    /// Hex digest of the bundle that the control socket serves, "" when there is none yet.
+    #[serde(default)]
+    pub bundle: String,
+    /// The agent's own counters.
+    #[serde(default)]
+    pub counters: Counters,
+}
+
+fn one() -> f32 {
+    1.0
+}
+
+/// What an agent counts about itself. All only grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Counters {
+    /// Exceptions caught in hooks.
+    pub faults: u64,
+    /// Snapshots cut.
+    pub snapshots: u64,
+    /// Replays answered.
+    pub replays: u64,
+    /// Messages not handed to the socket, because readers lag (their seqs are consumed).
+    pub dropped: u64,
+    /// Times that the publishing socket was renewed because a reader lagged.
+    pub renewals: u64,
+}
+
+/// One KV cache group of the engine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Group {
+    /// The engine's name of the kind: full_attention, sliding_window, mamba, ...
+    pub kind: String,
+    /// Tokens a block of this group.
+    pub block_size: u32,
+    /// Window or chunk in tokens, 0 for none.
+    #[serde(default)]
+    pub window: u32,
+}
+
+/// How a hit's length follows from the sets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HitRule {
+    /// One group of full attention: the closed prefix, never the last token.
+    #[default]
+    Closed,
+    /// The deepest member of the *ends* set at or before the closed prefix and the cap.
+    Ends,
+    /// Not known to this agent: credited nothing, and said.
+    Unknown,
+}
+
+/// Digest of one kind of set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KindDigest {
+    /// Which set.
+    pub kind: SetKind,
+    /// Its digest.
+    pub digest: Digest,
+}
+
+/// Why bytes are no batch.
+#[derive(Debug, thiserror::Error)]
+pub enum BadBatch {
+    /// Longer than [`MAX_PAYLOAD_BYTES`].
+    #[error("a payload of {0} bytes; at most 16 MiB are taken")]
+    TooLong(usize),
+    /// Not MessagePack of this shape.
+    #[error("not a kvatlas batch: {0}")]
+    Codec(#[from] rmp_serde::decode::Error),
+    /// A version that this receiver does not take.
+    #[error("protocol {0}; this receiver takes {PROTOCOL} and the one before")]
+    Version(u16),
+    /// A list, text or number beyond its limit.
+    #[error("{0} is beyond its limit")]
+    Limit(&'static str),
+}
+
+impl Batch {
+    /// MessagePack of this batch.
+    ///
+    /// # Errors
+    /// None for batches that were built from these types; the codec's error is passed on all the same.
+    pub fn encode(&self) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+        rmp_serde::to_vec_named(self)
+    }
+
+    /// Reads a payload and checks every limit.
+    ///
+    /// # Errors
+    /// When it is too long, malformed, of another protocol, or beyond a limit.
+    pub fn decode(payload: &[u8]) -> Result<Self, BadBatch> {
+        if payload.len() > MAX_PAYLOAD_BYTES {
+            return Err(BadBatch::TooLong(payload.len()));
+        }
+        let batch: Batch = rmp_serde::from_slice(payload)?;
+        if batch.version > PROTOCOL || batch.version + 1 < PROTOCOL {
+            return Err(BadBatch::Version(batch.version));
+        }
+        batch.check()?;
+        Ok(batch)
+    }
+
+    fn check(&self) -> Result<(), BadBatch> {
+        let text = |what, text: &str| if text.len() > MAX_TEXT_BYTES { Err(BadBatch::Limit(what)) } else { Ok(()) };
+        let list = |what, len: usize| if len > MAX_LIST { Err(BadBatch::Limit(what)) } else { Ok(()) };
+        if self.ops.len() > MAX_OPS {
+            return Err(BadBatch::Limit("the number of operations"));
+        }
+        for op in &self.ops {
+            match op {
+                Op::Store(Store { parent: Parent::Root { fp, model, adapter }, .. }) => {
+                    text("model", model)?;
+                    text("adapter", adapter)?;
+                    if *fp == 0 {
+                        return Err(BadBatch::Limit("root fingerprint 0"));
+                    }
+                }
+                Op::Store(Store { parent: Parent::Block(0), .. }) => return Err(BadBatch::Limit("parent fingerprint 0")),
+                Op::Life(life) => {
+                    text("request id", life.id())?;
+                    if let Life::Finished { reason, .. } = life {
+                        text("reason", reason)?;
+                    }
+                }
+                Op::State(state) => {
+                    list("served names", state.models.len())?;
+                    list("adapters", state.adapters.len().max(state.adapters_waiting.len()))?;
+                    list("groups", state.groups.len())?;
+                    list("digests", state.digests.len())?;
+                    for name in state.models.iter().chain(&state.adapters).chain(&state.adapters_waiting) {
+                        text("name", name)?;
+                    }
+                    for one in [&state.agent, &state.engine_version, &state.bundle] {
+                        text("version", one)?;
+                    }
+                    if state.block_size == 0 || state.block_size > 1 << 16 {
+                        return Err(BadBatch::Limit("block size"));
+                    }
+                    let numbers = [state.kv_use, state.health, state.gpu_utilization.unwrap_or(0.0)];
+                    if numbers.iter().any(|n| !n.is_finite()) {
+                        return Err(BadBatch::Limit("a share that is no number"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The heartbeat in this batch, if it has one.
+    pub fn state(&self) -> Option<&State> {
+        self.ops.iter().find_map(|op| if let Op::State(state) = op { Some(&**state) } else { None })
+    }
+}
+
+/// The topic of an engine's stream.
+pub fn topic(engine: &EngineId) -> String {
+    format!("{TOPIC}{engine}")
+}
+
+/// The seq in a message's second frame.
+pub fn seq_frame(seq: u64) -> [u8; 8] {
+    seq.to_be_bytes()
+}
+
+/// Reads a second frame.
+pub fn read_seq(frame: &[u8]) -> Option<u64> {
+    Some(u64::from_be_bytes(frame.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A heartbeat with every field filled.
+    pub(crate) fn state() -> State {
+        State {
+            engine: EngineId::new("a", 0),
+            dp_size: 1,
+            models: vec!["tiny".into(), "alias".into()],
+            block_size: 16,
+            check: 9,
+            rule: HitRule::Closed,
+            groups: vec![Group { kind: "full_attention".into(), block_size: 16, window: 0 }],
+            digests: vec![KindDigest { kind: SetKind::Gpu, digest: Digest::from_iter([1, 2]) }],
+            running: 1,
+            waiting: 2,
+            backlog_tokens: 3,
+            kv_use: 0.5,
+            max_num_seqs: 8,
+            total_blocks: 100,
+            unnamed: 0,
+            adapters: vec!["x".into()],
+            adapters_waiting: vec![],
+            max_adapters: 0,
+            steps: 7,
+            stalled_ms: 0,
+            gpu_utilization: None,
+            health: 1.0,
+            draining: false,
+            asleep: false,
+            agent: "0.1.0".into(),
+            engine_version: "0.32.0".into(),
+            bundle: String::new(),
+            counters: Counters::default(),
+        }
+    }
+
+    fn batch(ops: Vec<Op>) -> Batch {
+        Batch { version: PROTOCOL, epoch: Epoch { start_ms: 1, random: u64::MAX }, step_ms: 5, ops }
+    }
+
+    #[test]
+    fn everything_round_trips() -> Result<(), Box<dyn std::error::Error>> {
+        let all = batch(vec![
+            Op::Store(Store {
+                kind: SetKind::Gpu,
+                parent: Parent::Root { fp: 7, model: "tiny".into(), adapter: String::new() },
+                fingerprints: Fingerprints(vec![1, u64::MAX]),
+            }),
+            Op::Store(Store { kind: SetKind::Ends, parent: Parent::Block(3), fingerprints: Fingerprints(vec![4]) }),
+            Op::Remove(Remove { kind: SetKind::Any, fingerprints: Fingerprints(vec![4, 3]) }),
+            Op::Clear(Clear { kind: None }),
+            Op::Clear(Clear { kind: Some(SetKind::Gpu) }),
+            Op::State(Box::new(state())),
+            Op::Life(Life::Started { id: "x".into(), prompt_tokens: 9, cached_tokens: 0, predicted_tokens: None, seq: 3 }),
+            Op::Life(Life::Finished { id: "x".into(), reason: "stop".into() }),
+        ]);
+        assert_eq!(Batch::decode(&all.encode()?)?, all);
+        Ok(())
+    }
+
+    #[test]
+    fn fields_of_a_later_version_are_ignored() -> Result<(), Box<dyn std::error::Error>> {
+        #[derive(Serialize)]
+        struct Later {
+            v: u16,
+            e: Epoch,
+            t: u64,
+            o: Vec<Op>,
+            new: &'static str,
+        }
+        let later = Later { v: PROTOCOL, e: Epoch::default(), t: 0, o: vec![], new: "field" };
+        assert_eq!(Batch::decode(&rmp_serde::to_vec_named(&later)?)?.ops, vec![]);
+        Ok(())
+    }
+
+    #[test]
+    fn nonsense_is_refused() -> Result<(), Box<dyn std::error::Error>> {
+        assert!(matches!(Batch::decode(&vec![0; MAX_PAYLOAD_BYTES + 1]), Err(BadBatch::TooLong(_))));
+        assert!(matches!(Batch::decode(b"nonsense"), Err(BadBatch::Codec(_))));
+        assert!(matches!(Batch::decode(&Batch { version: 9, ..batch(vec![]) }.encode()?), Err(BadBatch::Version(9))));
+        let zero = batch(vec![Op::Remove(Remove { kind: SetKind::Gpu, fingerprints: Fingerprints(vec![0]) })]);
+        assert!(matches!(Batch::decode(&zero.encode()?), Err(BadBatch::Codec(_))));
+        let long = batch(vec![Op::Life(Life::Arrived { id: "x".repeat(MAX_TEXT_BYTES + 1) })]);
+        assert!(matches!(Batch::decode(&long.encode()?), Err(BadBatch::Limit("request id"))));
+        let nan = batch(vec![Op::State(Box::new(State { kv_use: f32::NAN, ..state() }))]);
+        assert!(matches!(Batch::decode(&nan.encode()?), Err(BadBatch::Limit(_))));
+        Ok(())
+    }
+
+    #[test]
+    fn a_pickers_id_is_found_in_what_the_engine_makes_of_it() {
+        let id = "0f8fad5b-d9cb-469f-a165-70867728950e";
+        for wrapped in [
+            id.to_string(),
+            format!("chatcmpl-{id}"),
+            format!("cmpl-{id}-0"),
+            format!("cmpl-{id}-0-1a2b3c4d"),
+            format!("1_chatcmpl-{id}-1a2b3c4d"),
+        ] {
+            assert_eq!(picker_request_id(&wrapped), Some(id), "{wrapped}");
+        }
+        assert_eq!(picker_request_id("chatcmpl-abdcbb0d3d8e6381"), None);
+        assert_eq!(picker_request_id("é0f8fad5b"), None);
+    }
+}

@@ -1,0 +1,1 @@
+//! Physical copies in, changes of the closed set out.
