@@ -1,0 +1,252 @@
+//! Starts the agent: the engine's handle on one side, the publisher's thread on the other.
+
+use crate::address::Address;
+use crate::answer::Bundle;
+use crate::config::Config;
+use crate::edge::clock::{self, Clock};
+use crate::edge::control::{self, Auditor, Later};
+use crate::edge::listen::{self, Bound};
+use crate::edge::publish;
+use crate::edge::wake::{self, Bell, Waker};
+use crate::engine::{Engine, Gauges};
+use crate::facts::Facts;
+use crate::feed::Feed;
+use crate::ring;
+use crate::state::Identity;
+use anyhow::{Context, Result};
+use proto::id::{EngineId, Epoch};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// A running agent. Dropping it stops its thread and closes its sockets.
+///
+/// ```no_run
+/// use agent::{Agent, Config, Facts};
+/// use agent::engine::Request;
+/// let config = Config { bind: "tcp://127.0.0.1:0".into(), control: "tcp://127.0.0.1:0".into(), ..Config::default() };
+/// let mut agent = Agent::start(&config, &Facts::plain("tiny", 16, 1000))?;
+/// let prompt: Vec<u32> = (0..40).collect();
+/// let engine = &mut agent.engine;
+/// let request = Request { id: "r1", tokens: &prompt[..], prompt_tokens: 40, adapter: "", salt: "" };
+/// engine.arrived(&request, vec![], false);
+/// engine.looked_up("r1", &prompt[..], 40, 0, false);
+/// engine.evicted([1, 2, 3].into_iter()); // handed out: they hold nothing any more
+/// engine.cached("r1", &prompt[..], 0, &[Some(1), Some(2)]);
+/// engine.started("r1");
+/// engine.step_ended();
+/// engine.finished("r1", "stop");
+/// # anyhow::Ok(())
+/// ```
+#[derive(Debug)]
+pub struct Agent {
+    /// The engine's handle.
+    pub engine: Engine,
+    /// Everything else.
+    pub publisher: Publisher,
+}
+
+/// The publisher's thread, seen from outside.
+#[derive(Debug)]
+pub struct Publisher {
+    identity: Identity,
+    events: String,
+    control: String,
+    gauges: Arc<Gauges>,
+    later: Arc<Later>,
+    stop: Arc<AtomicBool>,
+    waker: Arc<Waker>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Agent {
+    /// Binds the sockets and starts the thread. A port that is taken is tried again every second, and said.
+    ///
+    /// # Errors
+    /// When an address is bad, or the operating system gives no thread or no socket pair.
+    pub fn start(config: &Config, facts: &Facts) -> Result<Self> {
+        let events = Address::parse(&config.bind, facts.rank)?;
+        let control = Address::parse(&config.control, facts.rank)?;
+        let identity = Identity::new(&config.engine, clock::epoch(), facts, config.model.as_deref(), config.seed);
+        let gauges = Arc::new(Gauges::default());
+        let (writer, reader) = ring::for_pool(facts.total_blocks as usize);
+        let (waker, bell) = wake::pair().context("no socket pair to wake the publisher")?;
+        let waker = Arc::new(waker);
+        let feed = Feed::new(identity.clone(), facts.clone(), reader, gauges.clone(), config.heartbeat_ms);
+        let later = Arc::new(Later::default());
+        let stop = Arc::new(AtomicBool::new(false));
+        let (events, control) = (Socket::bind(events), Socket::bind(control));
+        let (events_at, control_at) = (events.address.to_string(), control.address.to_string());
+        let body = {
+            let (stop, later) = (stop.clone(), later.clone());
+            move || {
+                if let Err(error) = run(feed, events, control, bell, later, stop) {
+                    tracing::error!(%error, "the kvatlas agent stopped; the engine goes on without it");
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("kvatlas".to_string()).spawn(body).context("no thread")?;
+        tracing::info!(engine = %identity.engine, epoch = %identity.epoch, events = events_at, control = control_at, "kvatlas agent started");
+        let wake = waker.clone();
+        let engine =
+            Engine::new(facts, &identity.model, config.seed, writer, gauges.clone(), Box::new(move || wake.wake()));
+        let publisher = Publisher {
+            identity,
+            events: events_at,
+            control: control_at,
+            gauges,
+            later,
+            stop,
+            waker,
+            thread: Some(thread),
+        };
+        Ok(Self { engine, publisher })
+    }
+}
+
+impl Publisher {
+    /// Where messages are published; the port is the real one. A host of `0.0.0.0` is every interface.
+    pub fn events(&self) -> &str {
+        &self.events
+    }
+
+    /// Where requests are answered.
+    pub fn control(&self) -> &str {
+        &self.control
+    }
+
+    /// The engine's name and rank.
+    pub fn engine(&self) -> &EngineId {
+        &self.identity.engine
+    }
+
+    /// This life of it.
+    pub fn epoch(&self) -> Epoch {
+        self.identity.epoch
+    }
+
+    /// The last seq that was published.
+    pub fn published(&self) -> u64 {
+        self.gauges.published.load(Ordering::Relaxed)
+    }
+
+    /// Gives the bundle, once. False when there is one already, or it is too large.
+    pub fn set_bundle(&self, bytes: Vec<u8>) -> bool {
+        Bundle::new(bytes).is_some_and(|bundle| self.later.bundle.set(bundle).is_ok())
+    }
+
+    /// Gives the way to read the engine's own pool, once.
+    pub fn set_auditor(&self, auditor: Auditor) -> bool {
+        self.later.auditor.set(auditor).is_ok()
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.waker.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Socket {
+    address: Address,
+    bound: Option<Bound>,
+}
+
+impl Socket {
+    fn bind(address: Address) -> Self {
+        match listen::bind(&address) {
+            Ok((bound, address)) => Self { address, bound: Some(bound) },
+            Err(error) => {
+                tracing::error!(%address, %error, "kvatlas cannot listen here yet; trying again every second (is the port taken? set KVATLAS_BIND and KVATLAS_CONTROL)");
+                Self { address, bound: None }
+            }
+        }
+    }
+
+    async fn wait(mut self) -> Bound {
+        loop {
+            match self.bound.take().map_or_else(|| listen::bind(&self.address).map(|(bound, _)| bound), Ok) {
+                Ok(bound) => return bound,
+                Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
+            }
+        }
+    }
+}
+
+fn run(feed: Feed, events: Socket, control: Socket, bell: Bell, later: Arc<Later>, stop: Arc<AtomicBool>) -> Result<()> {
+    // One blocking thread: it reads the pool for an audit, nothing else.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build()?;
+    let tasks = tokio::task::LocalSet::new();
+    let done = tasks.block_on(&runtime, async {
+        let clock = Clock::start();
+        let sleeper = bell.listen()?;
+        let topic = proto::event::topic(&feed.identity().engine);
+        let feed = Rc::new(RefCell::new(feed));
+        let (next, watching) = watch::channel(0);
+        {
+            let feed = feed.clone();
+            tokio::task::spawn_local(async move {
+                let serve = |stream| publish::serve(stream, topic.clone(), feed.clone(), watching.clone());
+                listen::accept(events.wait().await, serve).await
+            });
+        }
+        {
+            let (feed, later) = (feed.clone(), later.clone());
+            tokio::task::spawn_local(async move {
+                let serve = |stream| control::serve(stream, feed.clone(), later.clone(), clock);
+                listen::accept(control.wait().await, serve).await
+            });
+        }
+        let mut report = Report::default();
+        while !stop.load(Ordering::Acquire) {
+            let now = clock.now_ms();
+            {
+                let mut feed = feed.borrow_mut();
+                feed.publish(now, clock::unix_ms(), later.digest());
+                feed.tidy(now);
+                report.tell(&feed, now);
+                next.send_if_modified(|next| std::mem::replace(next, feed.replay().next()) != feed.replay().next());
+            }
+            let due = feed.borrow().due_ms().saturating_sub(clock.now_ms()).max(1);
+            tokio::select! {
+                () = sleeper.woken() => {}
+                () = tokio::time::sleep(Duration::from_millis(due)) => {}
+            }
+        }
+        Ok(())
+    });
+    runtime.shutdown_background(); // an audit that waits for the engine does not hold the engine's end up
+    done
+}
+
+/// Says once a minute what went wrong in it.
+#[derive(Default)]
+struct Report {
+    told_ms: u64,
+    faults: u64,
+    renewals: u64,
+}
+
+impl Report {
+    fn tell(&mut self, feed: &Feed, now_ms: u64) {
+        if now_ms < self.told_ms + 60_000 {
+            return;
+        }
+        self.told_ms = now_ms;
+        let counters = feed.counters();
+        if counters.faults > self.faults {
+            tracing::warn!(faults = counters.faults - self.faults, "faults caught in the last minute");
+        }
+        if counters.renewals > self.renewals {
+            tracing::warn!(times = counters.renewals - self.renewals, "readers lagged and were sent ahead in the last minute");
+        }
+        (self.faults, self.renewals) = (counters.faults, counters.renewals);
+    }
+}

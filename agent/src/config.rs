@@ -1,0 +1,165 @@
+//! Settings of the agent, all by environment. A bad one turns the agent off, never the engine.
+
+use crate::address::{Address, BadAddress};
+use proto::id::MAX_NAME_BYTES;
+
+/// The agent's settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// `KVATLAS_BIND`: where messages are published; the rank is added to the port.
+    pub bind: String,
+    /// `KVATLAS_CONTROL`: where replay, snapshot, bundle and audit are answered; the rank is added to the port.
+    pub control: String,
+    /// `KVATLAS_ENGINE`: the engine's name; the host's name by default.
+    pub engine: String,
+    /// `KVATLAS_MODEL`: the namespace's model; the engine's first served name by default.
+    pub model: Option<String>,
+    /// `KVATLAS_SEED`: the deployment's seed, the same for agents and pickers; 0 means unkeyed fingerprints.
+    pub seed: u64,
+    /// `KVATLAS_HEARTBEAT_MS`: longest time between heartbeats, 10 to 10,000.
+    pub heartbeat_ms: u64,
+    /// `KVATLAS_LOG`: `error`, `warn`, `info`, `debug` or `trace`.
+    pub log: String,
+}
+
+/// Why the agent stays off.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BadConfig {
+    /// A value cannot be read.
+    #[error("{name}={value:?} is not {expected}")]
+    Value {
+        /// The variable.
+        name: &'static str,
+        /// What it holds.
+        value: String,
+        /// What it should hold.
+        expected: &'static str,
+    },
+    /// An address cannot be read.
+    #[error("{name}: {source}")]
+    Address {
+        /// The variable.
+        name: &'static str,
+        /// Why.
+        source: BadAddress,
+    },
+    /// A setting that this version does not have.
+    #[error("KVATLAS_SECRET is set, and this version cannot authenticate its readers; unset it to run without")]
+    Secret,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            bind: "tcp://*:5757".to_string(),
+            control: "tcp://*:5857".to_string(),
+            engine: "engine".to_string(),
+            model: None,
+            seed: 0,
+            heartbeat_ms: 100,
+            log: "info".to_string(),
+        }
+    }
+}
+
+/// The environment's settings, and whether the agent is on; with them, a note for the log.
+///
+/// # Errors
+/// When a value is bad: then the agent must stay off.
+pub fn from_env() -> Result<Option<Config>, BadConfig> {
+    parse(|name| std::env::var(name).ok(), &host_name())
+}
+
+/// Is the dial-in variable set, which this version does not have?
+pub fn wants_dial_in() -> bool {
+    std::env::var_os("KVATLAS_INDEX").is_some_and(|value| !value.is_empty())
+}
+
+fn host_name() -> String {
+    let read = |path| std::fs::read_to_string(path).ok().map(|name| name.trim().to_string());
+    std::env::var("HOSTNAME")
+        .ok()
+        .or_else(|| read("/proc/sys/kernel/hostname"))
+        .or_else(|| read("/etc/hostname"))
+        .filter(|name| !name.is_empty())
+        .unwrap_or_else(|| "engine".to_string())
+}
+
+fn parse(get: impl Fn(&'static str) -> Option<String>, host: &str) -> Result<Option<Config>, BadConfig> {
+    let get = |name| get(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
+    let bad = |name, value: &str, expected| BadConfig::Value { name, value: value.chars().take(128).collect(), expected };
+    match get("KVATLAS_ENABLED").unwrap_or_default().to_ascii_lowercase().as_str() {
+        "" | "1" | "true" | "yes" | "on" => {}
+        "0" | "false" | "no" | "off" => return Ok(None),
+        other => return Err(bad("KVATLAS_ENABLED", other, "1 or 0")),
+    }
+    if get("KVATLAS_SECRET").is_some() {
+        return Err(BadConfig::Secret);
+    }
+    let mut config = Config { engine: host.to_string(), model: get("KVATLAS_MODEL"), ..Config::default() };
+    for (name, place) in [("KVATLAS_BIND", &mut config.bind), ("KVATLAS_CONTROL", &mut config.control)] {
+        if let Some(text) = get(name) {
+            Address::parse(&text, 0).map_err(|source| BadConfig::Address { name, source })?;
+            *place = text;
+        }
+    }
+    if let Some(name) = get("KVATLAS_ENGINE") {
+        if name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
+            return Err(bad("KVATLAS_ENGINE", &name, "a name of at most 320 bytes without control characters"));
+        }
+        config.engine = name;
+    }
+    if let Some(text) = get("KVATLAS_SEED") {
+        let number = match text.strip_prefix("0x") {
+            Some(hex) => u64::from_str_radix(hex, 16).ok(),
+            None => text.parse().ok(),
+        };
+        config.seed = number.ok_or_else(|| bad("KVATLAS_SEED", &text, "a number of 64 bits, decimal or 0x..."))?;
+    }
+    if let Some(text) = get("KVATLAS_HEARTBEAT_MS") {
+        let number = text.parse().ok().filter(|ms| (10..=10_000).contains(ms));
+        config.heartbeat_ms = number.ok_or_else(|| bad("KVATLAS_HEARTBEAT_MS", &text, "a number from 10 to 10000"))?;
+    }
+    if let Some(text) = get("KVATLAS_LOG").map(|text| text.to_ascii_lowercase()) {
+        if !["error", "warn", "info", "debug", "trace"].contains(&text.as_str()) {
+            return Err(bad("KVATLAS_LOG", &text, "error, warn, info, debug or trace"));
+        }
+        config.log = text;
+    }
+    Ok(Some(config))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(pairs: &[(&str, &str)]) -> Result<Option<Config>, BadConfig> {
+        parse(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()), "pod-a")
+    }
+
+    #[test]
+    fn defaults_and_values() {
+        let plain = Config { engine: "pod-a".into(), ..Config::default() };
+        assert_eq!(with(&[]), Ok(Some(plain.clone())));
+        assert_eq!(with(&[("KVATLAS_ENABLED", "0"), ("KVATLAS_SEED", "x")]), Ok(None));
+        let set = with(&[("KVATLAS_SEED", "0xff"), ("KVATLAS_BIND", "ipc:///tmp/x"), ("KVATLAS_MODEL", "m")]);
+        assert_eq!(set, Ok(Some(Config { seed: 255, bind: "ipc:///tmp/x".into(), model: Some("m".into()), ..plain })));
+    }
+
+    #[test]
+    fn bad_values_say_which() {
+        for (name, value) in [
+            ("KVATLAS_ENABLED", "maybe"),
+            ("KVATLAS_SEED", "-1"),
+            ("KVATLAS_BIND", "5757"),
+            ("KVATLAS_CONTROL", "tcp://*"),
+            ("KVATLAS_HEARTBEAT_MS", "0"),
+            ("KVATLAS_LOG", "loud"),
+            ("KVATLAS_SECRET", "s"),
+            ("KVATLAS_ENGINE", "a\tb"),
+        ] {
+            let error = with(&[(name, value)]).map_err(|e| e.to_string());
+            assert!(error.as_ref().is_err_and(|e| e.contains(name)), "{name}: {error:?}");
+        }
+    }
+}

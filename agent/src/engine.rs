@@ -1,0 +1,260 @@
+//! The engine's side: what the engine's thread calls. Nothing here waits or fails; what goes wrong is counted.
+
+use crate::facts::{Counts, Facts};
+use crate::record::Pen;
+use crate::requests::{Item, Live, Requests, Tokens, adapter_name};
+use crate::ring::Writer;
+use crate::slots::Slots;
+use proto::block::{Fingerprint, Namespace, root};
+use proto::residency::Link;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Numbers that both threads see. Each is written by one side; the latest value counts.
+#[derive(Debug, Default)]
+pub struct Gauges {
+    running: AtomicU32,
+    waiting: AtomicU32,
+    backlog_tokens: AtomicU64,
+    kv_use: AtomicU32,
+    steps: AtomicU64,
+    faults: AtomicU64,
+    /// Written by the publisher: the last seq that it published.
+    pub published: AtomicU64,
+}
+
+impl Gauges {
+    /// The engine's last counts.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            running: self.running.load(Ordering::Relaxed),
+            waiting: self.waiting.load(Ordering::Relaxed),
+            backlog_tokens: self.backlog_tokens.load(Ordering::Relaxed),
+            kv_use: f32::from_bits(self.kv_use.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Steps since the start.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// Faults caught on the engine's thread.
+    pub fn faults(&self) -> u64 {
+        self.faults.load(Ordering::Relaxed)
+    }
+
+    /// One more fault.
+    pub fn fault(&self) {
+        self.faults.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A request as the engine announces it.
+#[derive(Debug)]
+pub struct Request<'a, T: Tokens + ?Sized> {
+    /// The engine's id of it.
+    pub id: &'a str,
+    /// Its token ids: the prompt, and what was generated so far.
+    pub tokens: &'a T,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// LoRA adapter name, "" for none.
+    pub adapter: &'a str,
+    /// Cache salt, "" for none.
+    pub salt: &'a str,
+}
+
+/// The engine's handle. One thread owns it.
+pub struct Engine {
+    block_size: usize,
+    model: String,
+    seed: u64,
+    slots: Slots,
+    requests: Requests,
+    pen: Pen,
+    gauges: Arc<Gauges>,
+    wake: Box<dyn Fn() + Send>,
+    run: Vec<(u32, Fingerprint)>,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("live", &self.requests.len()).finish_non_exhaustive()
+    }
+}
+
+/// Longest chain in one record: 128 blocks, so that it fits the smallest ring many times over.
+const CHAIN: usize = 128;
+
+impl Engine {
+    /// `model` is the namespace's; `wake` must neither wait nor fail.
+    pub fn new(facts: &Facts, model: &str, seed: u64, ring: Writer, gauges: Arc<Gauges>, wake: Box<dyn Fn() + Send>) -> Self {
+        Self {
+            block_size: facts.block_size as usize,
+            model: model.to_string(),
+            seed,
+            slots: Slots::new(facts.total_blocks as usize),
+            requests: Requests::default(),
+            pen: Pen::new(ring),
+            gauges,
+            wake,
+            run: Vec::with_capacity(CHAIN),
+        }
+    }
+
+    /// Is this request followed?
+    pub fn knows(&mut self, id: &str) -> bool {
+        self.requests.get(id).is_some()
+    }
+
+    /// A request entered the scheduler. Names the blocks of its prompt.
+    pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameless: bool) {
+        let number = self.follow(request, items, nameless);
+        if !self.pen.arrived(number, request.id, request.adapter) {
+            self.gauges.fault();
+        }
+        (self.wake)();
+    }
+
+    /// As [`Engine::arrived`], for a request that is live already: nothing is told of its arrival.
+    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameless: bool) -> u64 {
+        let number = self.requests.number();
+        let namespace = Namespace { model: &self.model, adapter: request.adapter, salt: request.salt };
+        let adapter = self.requests.adapter(request.adapter);
+        let prompt_tokens = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
+        let mut live = Live::new(number, root(namespace, self.seed), adapter.unwrap_or(0), prompt_tokens, items);
+        live.nameless = nameless || adapter.is_none() || self.block_size == 0;
+        if !live.nameless {
+            live.names(request.prompt_tokens / self.block_size, self.block_size, request.tokens);
+        }
+        if !self.requests.insert(request.id, live) {
+            self.gauges.fault();
+        }
+        number
+    }
+
+    /// The tokens of a live request were changed, not just continued: its names are made anew when they are needed.
+    pub fn forget(&mut self, id: &str) {
+        self.requests.remove(id);
+    }
+
+    /// The engine looked a request of `total` tokens up and found `delivered` of them; `bypassed` says that it did
+    /// not even look.
+    pub fn looked_up(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), total: usize, delivered: usize, bypassed: bool) {
+        self.settle();
+        let owes = self.slots.owes();
+        let Some((live, _)) = self.requests.get(id) else { return };
+        live.delivered = u32::try_from(delivered).unwrap_or(u32::MAX);
+        if live.nameless || owes || self.block_size == 0 {
+            return;
+        }
+        let blocks = if bypassed { 0 } else { total.saturating_sub(1) / self.block_size };
+        let number = live.number;
+        let names = live.names(blocks, self.block_size, tokens);
+        if names.len() == blocks {
+            let seq = self.gauges.published.load(Ordering::Relaxed);
+            self.pen.looked(number, seq, total as u64, names);
+        }
+    }
+
+    /// Physical blocks of a request got keys: `blocks[i]` holds block `first + i` of it, `None` where nothing is cached.
+    pub fn cached(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), first: usize, blocks: &[Option<u32>]) {
+        self.settle();
+        let Some((live, adapters)) = self.requests.get(id) else {
+            for block in blocks.iter().flatten() {
+                self.slots.store_unnamed(&mut self.pen, *block);
+            }
+            return;
+        };
+        let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
+        let names = live.names(first + blocks.len(), self.block_size, tokens);
+        let mut strays = 0;
+        let mut start = first;
+        self.run.clear();
+        for (at, block) in (first..).zip(blocks) {
+            let named = block.zip(names.get(at).copied());
+            if named.is_none() || self.run.len() == CHAIN {
+                if !self.run.is_empty() {
+                    let parent = if start == 0 { Link::Root(root) } else { Link::Block(names[start - 1]) };
+                    strays += self.slots.store(&mut self.pen, parent, adapter, &self.run);
+                    self.run.clear();
+                }
+                start = at;
+            }
+            match (named, block) {
+                (Some(named), _) => self.run.push(named),
+                (None, block) => {
+                    if let Some(block) = block {
+                        self.slots.store_unnamed(&mut self.pen, *block);
+                    }
+                    start = at + 1;
+                }
+            }
+        }
+        if !self.run.is_empty() {
+            let parent = if start == 0 { Link::Root(root) } else { Link::Block(names[start - 1]) };
+            strays += self.slots.store(&mut self.pen, parent, adapter, &self.run);
+        }
+        if strays > 0 {
+            self.gauges.fault();
+        }
+    }
+
+    /// Physical blocks were handed out or evicted: they have no key any more.
+    pub fn evicted(&mut self, blocks: impl Iterator<Item = u32>) {
+        self.slots.evict(&mut self.pen, blocks);
+    }
+
+    /// The whole cache was emptied. Told at once.
+    pub fn cleared(&mut self) {
+        self.slots.clear(&mut self.pen);
+        (self.wake)();
+    }
+
+    /// A request was scheduled for the first time, with what the last lookup delivered.
+    pub fn started(&mut self, id: &str) {
+        if let Some((live, _)) = self.requests.get(id)
+            && !self.pen.started(live.number, id, live.prompt_tokens, live.delivered)
+        {
+            self.gauges.fault();
+        }
+    }
+
+    /// A request ended, in whatever way.
+    pub fn finished(&mut self, id: &str, reason: &str) {
+        let number = self.requests.remove(id).map_or(0, |live| live.number);
+        if !self.pen.finished(number, id, reason) {
+            self.gauges.fault();
+        }
+    }
+
+    /// The engine's counts, as of now.
+    pub fn counts(&mut self, counts: Counts) {
+        let g = &self.gauges;
+        g.running.store(counts.running, Ordering::Relaxed);
+        g.waiting.store(counts.waiting, Ordering::Relaxed);
+        g.backlog_tokens.store(counts.backlog_tokens, Ordering::Relaxed);
+        let share = if counts.kv_use.is_finite() { counts.kv_use.clamp(0.0, 1.0) } else { 0.0 };
+        g.kv_use.store(share.to_bits(), Ordering::Relaxed);
+    }
+
+    /// A step ended, or a part of one after which the publisher should look.
+    pub fn step_ended(&mut self) {
+        self.settle();
+        self.gauges.steps.fetch_add(1, Ordering::Relaxed);
+        (self.wake)();
+    }
+
+    /// A hook caught an exception.
+    pub fn fault(&mut self) {
+        self.gauges.fault();
+    }
+
+    fn settle(&mut self) {
+        if self.slots.owes() {
+            let adapters = self.requests.adapters();
+            self.slots.settle(&mut self.pen, |number| adapter_name(adapters, number));
+        }
+    }
+}

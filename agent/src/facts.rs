@@ -1,0 +1,59 @@
+//! What the engine tells about itself: once at the start, and once a step.
+
+use proto::event::{Group, HitRule};
+
+/// What does not change while the engine lives.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Facts {
+    /// Data-parallel rank: added to the ports, and part of the engine's name.
+    pub rank: u32,
+    /// Data-parallel size.
+    pub dp_size: u32,
+    /// Served names; the first is the namespace's unless `KVATLAS_MODEL` says another.
+    pub models: Vec<String>,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// Physical blocks of the pool: block ids are below it.
+    pub total_blocks: u32,
+    /// Most requests that may run at once, 0 if unknown.
+    pub max_num_seqs: u32,
+    /// Most adapters at once, 0 without LoRA.
+    pub max_adapters: u32,
+    /// The rule by which this engine's hits end.
+    pub rule: HitRule,
+    /// The engine's KV cache groups.
+    pub groups: Vec<Group>,
+    /// The engine's version.
+    pub engine_version: String,
+}
+
+impl Facts {
+    /// An engine with one full-attention group, as most models have it.
+    pub fn plain(model: &str, block_size: u32, total_blocks: u32) -> Self {
+        Self {
+            rank: 0,
+            dp_size: 1,
+            models: vec![model.to_string()],
+            block_size,
+            total_blocks,
+            max_num_seqs: 0,
+            max_adapters: 0,
+            rule: HitRule::Closed,
+            groups: vec![Group { kind: "full_attention".to_string(), block_size, window: 0 }],
+            engine_version: String::new(),
+        }
+    }
+}
+
+/// What changes with every step.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Counts {
+    /// Requests running.
+    pub running: u32,
+    /// Requests waiting.
+    pub waiting: u32,
+    /// Prompt tokens admitted and not yet computed.
+    pub backlog_tokens: u64,
+    /// Share of KV blocks in use by live requests, 0 to 1.
+    pub kv_use: f32,
+}

@@ -1,0 +1,169 @@
+//! The stream of one engine: records in, numbered messages out, each at most once an engine step, and heartbeats.
+
+use crate::batch;
+use crate::engine::Gauges;
+use crate::facts::Facts;
+use crate::follower::{Follower, Step};
+use crate::record::Record;
+use crate::replay::Replay;
+use crate::ring::Reader;
+use crate::snapshot::Cuts;
+use crate::state::{Identity, Pace, state};
+use proto::event::{Batch, Clear, Counters, Op, PROTOCOL};
+use proto::id::SetKind;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What is published of one engine.
+#[derive(Debug)]
+pub struct Feed {
+    identity: Identity,
+    facts: Facts,
+    gauges: Arc<Gauges>,
+    ring: Reader,
+    words: Vec<u64>,
+    follower: Follower,
+    step: Step,
+    replay: Replay,
+    cuts: Cuts,
+    counters: Counters,
+    heartbeat_ms: u64,
+    spoke_ms: Option<u64>,
+    stepped: (u64, u64),
+}
+
+impl Feed {
+    /// Publishes what the other end of `ring` tells.
+    pub fn new(identity: Identity, facts: Facts, ring: Reader, gauges: Arc<Gauges>, heartbeat_ms: u64) -> Self {
+        let follower =
+            Follower::new(facts.block_size as usize, facts.total_blocks as usize, facts.max_adapters as usize);
+        Self {
+            identity,
+            facts,
+            gauges,
+            ring,
+            words: Vec::new(),
+            follower,
+            step: Step::default(),
+            replay: Replay::default(),
+            cuts: Cuts::default(),
+            counters: Counters::default(),
+            heartbeat_ms,
+            spoke_ms: None,
+            stepped: (0, 0),
+        }
+    }
+
+    /// Who speaks.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// The messages that are kept.
+    pub fn replay(&self) -> &Replay {
+        &self.replay
+    }
+
+    /// The reachable set.
+    pub fn follower(&self) -> &Follower {
+        &self.follower
+    }
+
+    /// What the agent counts of itself.
+    pub fn counters(&self) -> Counters {
+        Counters { faults: self.gauges.faults() + self.counters.faults, snapshots: self.cuts.made(), ..self.counters }
+    }
+
+    /// `messages` were not handed to a reader that lags.
+    pub fn lagged(&mut self, messages: u64) {
+        self.counters.dropped += messages;
+        self.counters.renewals += 1;
+    }
+
+    /// A replay was answered.
+    pub fn replayed(&mut self) {
+        self.counters.replays += 1;
+    }
+
+    /// When the next heartbeat is due, on the clock of `now_ms`.
+    pub fn due_ms(&self) -> u64 {
+        self.spoke_ms.map_or(0, |spoke| spoke + self.heartbeat_ms)
+    }
+
+    /// Takes what the engine told, and publishes it together with the heartbeat when that is due. `now_ms` is a
+    /// clock that never goes back, `unix_ms` the time of day, `bundle` the digest of the bundle.
+    pub fn publish(&mut self, now_ms: u64, unix_ms: u64, bundle: &str) {
+        while let Some(kind) = self.ring.pop(&mut self.words) {
+            match Record::read(kind, &self.words) {
+                Some(record) => self.follower.apply(record, &mut self.step),
+                None => self.counters.faults += 1,
+            }
+        }
+        self.words.shrink_to(1 << 16);
+        let steps = self.gauges.steps();
+        if steps != self.stepped.0 {
+            self.stepped = (steps, now_ms);
+        }
+        let beat = now_ms >= self.due_ms();
+        if self.step.is_empty() && !beat {
+            return;
+        }
+        let mut ops = Vec::new();
+        if std::mem::take(&mut self.step.cleared) {
+            ops.push(Op::Clear(Clear { kind: None }));
+        }
+        let follower = &self.follower;
+        ops.extend(batch::ops(SetKind::Gpu, &self.step.changes, &self.identity.model, |root| follower.adapter(root)));
+        ops.extend(self.step.lives.drain(..).map(Op::Life));
+        self.step.changes.clear();
+        self.step.changes.shrink_to(1 << 12);
+        self.follower.told();
+        let mut messages = batch::split(ops);
+        if beat && let Some(last) = messages.last_mut() {
+            let counts = self.gauges.counts();
+            let waits = counts.running + counts.waiting > 0;
+            let stalled_ms = if waits { now_ms.saturating_sub(self.stepped.1) } else { 0 };
+            let pace = Pace { steps, stalled_ms };
+            let state =
+                state(&self.identity, &self.facts, &self.follower, counts, pace, bundle, self.counters());
+            last.push(Op::State(Box::new(state)));
+            self.spoke_ms = Some(now_ms);
+        }
+        for ops in messages {
+            let batch = Batch { version: PROTOCOL, epoch: self.identity.epoch, step_ms: unix_ms, ops };
+            let seq = match batch.encode() {
+                Ok(payload) => self.replay.push(payload),
+                Err(_) => {
+                    // Cannot happen for these types. If it does, an empty message shows the loss by its digest.
+                    self.counters.faults += 1;
+                    continue;
+                }
+            };
+            self.gauges.published.store(seq, Ordering::Relaxed);
+        }
+    }
+
+    /// Piece 0 of a snapshot of what is published.
+    pub fn cut(&mut self, now_ms: u64) -> Vec<u8> {
+        self.cuts.expire(now_ms);
+        let follower = &self.follower;
+        self.cuts.begin(
+            self.identity.epoch,
+            self.replay.next(),
+            follower.residency(),
+            &self.identity.model,
+            |root| follower.adapter(root),
+            now_ms,
+        )
+    }
+
+    /// Another piece of a cut.
+    pub fn piece(&mut self, cut: u64, piece: u32, now_ms: u64) -> Option<Vec<u8>> {
+        self.cuts.piece(cut, piece, now_ms)
+    }
+
+    /// To be called now and then: drops cuts that nobody reads.
+    pub fn tidy(&mut self, now_ms: u64) {
+        self.cuts.expire(now_ms);
+    }
+}

@@ -1,0 +1,261 @@
+//! What crosses the [`ring`](crate::ring): the engine's doings, in the order in which they were done.
+//!
+//! Because the order is kept, a lookup's prediction is exact: the publisher knows the set at that very place.
+
+use crate::ring::Writer;
+use proto::block::Fingerprint;
+use proto::residency::Link;
+
+/// One doing of the engine, as the publisher reads it.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Record<'a> {
+    /// Physical blocks got keys; the first follows `parent`, each other one the one before it.
+    Stored {
+        /// What the first follows.
+        parent: Link,
+        /// Adapter of a root, "" for none and for other parents.
+        adapter: String,
+        /// Block id and fingerprint by turns.
+        pairs: &'a [u64],
+    },
+    /// Physical blocks got keys whose tokens the agent does not know.
+    Unnamed {
+        /// Block ids.
+        blocks: &'a [u64],
+    },
+    /// Physical blocks lost their keys.
+    Evicted {
+        /// Block ids.
+        blocks: &'a [u64],
+    },
+    /// All blocks lost their keys.
+    Cleared,
+    /// The engine looked a request up.
+    Looked {
+        /// The agent's number of the request.
+        request: u64,
+        /// Last seq published at that time.
+        seq: u64,
+        /// Tokens looked up.
+        tokens: u64,
+        /// Fingerprints of the blocks that could be hit.
+        prompt: &'a [Fingerprint],
+    },
+    /// A request entered the scheduler.
+    Arrived {
+        /// The agent's number of it.
+        request: u64,
+        /// The engine's id of it.
+        id: String,
+        /// Its adapter.
+        adapter: String,
+    },
+    /// A request was scheduled for the first time.
+    Started {
+        /// The agent's number of it.
+        request: u64,
+        /// The engine's id of it.
+        id: String,
+        /// Tokens of its prompt.
+        prompt_tokens: u32,
+        /// Tokens taken from the cache.
+        cached_tokens: u32,
+    },
+    /// A request ended.
+    Finished {
+        /// The agent's number of it.
+        request: u64,
+        /// The engine's id of it.
+        id: String,
+        /// As the engine names it.
+        reason: String,
+    },
+}
+
+const AFTER_ROOT: u8 = 1;
+const AFTER_BLOCK: u8 = 2;
+const UNNAMED: u8 = 3;
+const EVICTED: u8 = 4;
+const CLEARED: u8 = 5;
+const LOOKED: u8 = 6;
+const ARRIVED: u8 = 7;
+const STARTED: u8 = 8;
+const FINISHED: u8 = 9;
+
+/// Writes records; the scratch space is kept, so that writing does not allocate.
+#[derive(Debug)]
+pub struct Pen {
+    writer: Writer,
+    scratch: Vec<u64>,
+}
+
+impl Pen {
+    /// Writes into this ring.
+    pub fn new(writer: Writer) -> Self {
+        Self { writer, scratch: Vec::new() }
+    }
+
+    fn write(&mut self, kind: u8, fill: impl FnOnce(&mut Vec<u64>)) -> bool {
+        self.scratch.clear();
+        fill(&mut self.scratch);
+        let done = self.writer.push(kind, &self.scratch);
+        self.scratch.shrink_to(1 << 16); // a long prompt's lookup does not stay in memory
+        done
+    }
+
+    /// [`Record::Stored`]. False when there was no room, like all of these.
+    pub fn stored(&mut self, parent: Link, adapter: &str, pairs: impl Iterator<Item = (u32, Fingerprint)>) -> bool {
+        let kind = if matches!(parent, Link::Root(_)) { AFTER_ROOT } else { AFTER_BLOCK };
+        self.write(kind, |out| {
+            out.push(parent.fingerprint());
+            if kind == AFTER_ROOT {
+                put_text(out, adapter);
+            }
+            pairs.for_each(|(block, fp)| out.extend([u64::from(block), fp]));
+        })
+    }
+
+    /// [`Record::Unnamed`].
+    pub fn unnamed(&mut self, blocks: &[u32]) -> bool {
+        self.write(UNNAMED, |out| out.extend(blocks.iter().copied().map(u64::from)))
+    }
+
+    /// [`Record::Evicted`].
+    pub fn evicted(&mut self, blocks: &[u32]) -> bool {
+        self.write(EVICTED, |out| out.extend(blocks.iter().copied().map(u64::from)))
+    }
+
+    /// [`Record::Cleared`].
+    pub fn cleared(&mut self) -> bool {
+        self.write(CLEARED, |_| {})
+    }
+
+    /// [`Record::Looked`].
+    pub fn looked(&mut self, request: u64, seq: u64, tokens: u64, prompt: &[Fingerprint]) -> bool {
+        self.write(LOOKED, |out| {
+            out.extend([request, seq, tokens]);
+            out.extend_from_slice(prompt);
+        })
+    }
+
+    /// [`Record::Arrived`].
+    pub fn arrived(&mut self, request: u64, id: &str, adapter: &str) -> bool {
+        self.write(ARRIVED, |out| {
+            out.push(request);
+            put_text(out, id);
+            put_text(out, adapter);
+        })
+    }
+
+    /// [`Record::Started`].
+    pub fn started(&mut self, request: u64, id: &str, prompt_tokens: u32, cached_tokens: u32) -> bool {
+        self.write(STARTED, |out| {
+            out.extend([request, u64::from(prompt_tokens), u64::from(cached_tokens)]);
+            put_text(out, id);
+        })
+    }
+
+    /// [`Record::Finished`].
+    pub fn finished(&mut self, request: u64, id: &str, reason: &str) -> bool {
+        self.write(FINISHED, |out| {
+            out.push(request);
+            put_text(out, id);
+            put_text(out, reason);
+        })
+    }
+}
+
+/// Texts on the wire are limited; what is longer is cut, at a character.
+pub fn within_limit(text: &str) -> &str {
+    let mut end = text.len().min(proto::event::MAX_TEXT_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+fn put_text(out: &mut Vec<u64>, text: &str) {
+    let text = within_limit(text);
+    out.push(text.len() as u64);
+    for chunk in text.as_bytes().chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        out.push(u64::from_le_bytes(word));
+    }
+}
+
+fn take_text(words: &mut &[u64]) -> Option<String> {
+    let length = usize::try_from(take(words)?).ok()?;
+    let (text, rest) = words.split_at_checked(length.div_ceil(8))?;
+    *words = rest;
+    let mut bytes: Vec<u8> = text.iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.truncate(length);
+    String::from_utf8(bytes).ok()
+}
+
+fn take(words: &mut &[u64]) -> Option<u64> {
+    let (first, rest) = words.split_first()?;
+    *words = rest;
+    Some(*first)
+}
+
+impl<'a> Record<'a> {
+    /// Reads what a [`Pen`] wrote. `None` never comes from a pen: both ends are of one build.
+    pub fn read(kind: u8, mut words: &'a [u64]) -> Option<Self> {
+        let w = &mut words;
+        Some(match kind {
+            AFTER_ROOT => {
+                let (parent, adapter) = (Link::Root(take(w)?), take_text(w)?);
+                Record::Stored { parent, adapter, pairs: w }
+            }
+            AFTER_BLOCK => Record::Stored { parent: Link::Block(take(w)?), adapter: String::new(), pairs: w },
+            UNNAMED => Record::Unnamed { blocks: w },
+            EVICTED => Record::Evicted { blocks: w },
+            CLEARED => Record::Cleared,
+            LOOKED => {
+                let (request, seq, tokens) = (take(w)?, take(w)?, take(w)?);
+                Record::Looked { request, seq, tokens, prompt: w }
+            }
+            ARRIVED => Record::Arrived { request: take(w)?, id: take_text(w)?, adapter: take_text(w)? },
+            STARTED => {
+                let (request, prompt_tokens, cached_tokens) = (take(w)?, take(w)? as u32, take(w)? as u32);
+                Record::Started { request, prompt_tokens, cached_tokens, id: take_text(w)? }
+            }
+            FINISHED => Record::Finished { request: take(w)?, id: take_text(w)?, reason: take_text(w)? },
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring;
+
+    #[test]
+    fn what_the_pen_writes_is_read_back() {
+        let (writer, mut reader) = ring::ring(0);
+        let mut pen = Pen::new(writer);
+        let long = "é".repeat(600);
+        assert!(pen.stored(Link::Root(9), "adapter-x", [(3, 11), (4, 12)].into_iter()));
+        assert!(pen.stored(Link::Block(9), "", [(5, 13)].into_iter()));
+        assert!(pen.unnamed(&[6]) && pen.evicted(&[3, 4]) && pen.cleared());
+        assert!(pen.looked(7, 8, 33, &[11, 12]));
+        assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16));
+        assert!(pen.finished(7, &long, "stop"));
+        let mut words = vec![];
+        let mut next = |expected: Record<'_>| {
+            let kind = reader.pop(&mut words).unwrap_or(0);
+            assert_eq!(Record::read(kind, &words), Some(expected));
+        };
+        next(Record::Stored { parent: Link::Root(9), adapter: "adapter-x".into(), pairs: &[3, 11, 4, 12] });
+        next(Record::Stored { parent: Link::Block(9), adapter: String::new(), pairs: &[5, 13] });
+        next(Record::Unnamed { blocks: &[6] });
+        next(Record::Evicted { blocks: &[3, 4] });
+        next(Record::Cleared);
+        next(Record::Looked { request: 7, seq: 8, tokens: 33, prompt: &[11, 12] });
+        next(Record::Arrived { request: 7, id: "chatcmpl-1".into(), adapter: String::new() });
+        next(Record::Started { request: 7, id: "chatcmpl-1".into(), prompt_tokens: 33, cached_tokens: 16 });
+        next(Record::Finished { request: 7, id: "é".repeat(512), reason: "stop".into() });
+    }
+}

@@ -1,0 +1,199 @@
+//! Live requests and the names of their blocks: computed once for the prompt, continued while tokens are generated.
+
+use proto::block::{self, Extra, Fingerprint};
+use std::collections::HashMap;
+
+/// Most requests followed at once. An engine has thousands at most; what is beyond stays unnamed and is counted.
+pub const MAX_LIVE: usize = 1 << 16;
+
+/// The token ids of a request, as the engine keeps them.
+pub trait Tokens {
+    /// Copies the tokens from `from` on into `out`, which they must fill. False when there are not that many.
+    fn read(&self, from: usize, out: &mut [u32]) -> bool;
+}
+
+impl Tokens for [u32] {
+    fn read(&self, from: usize, out: &mut [u32]) -> bool {
+        match self.get(from..).and_then(|rest| rest.get(..out.len())) {
+            Some(tokens) => {
+                out.copy_from_slice(tokens);
+                true
+            }
+            None => false,
+        }
+    }
+}
+
+/// A multimodal item in a prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Item {
+    /// The engine's identifier of it (a content hash).
+    pub identifier: String,
+    /// Its first token.
+    pub start: usize,
+    /// Its length in tokens.
+    pub length: usize,
+}
+
+/// One live request.
+#[derive(Debug)]
+pub struct Live {
+    /// The agent's own number of it.
+    pub number: u64,
+    /// `fp(-1)` of its namespace.
+    pub root: Fingerprint,
+    /// Number of its adapter, 0 for none.
+    pub adapter: u32,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Its tokens are not what is hashed (prompt embeddings, ...): its blocks have no names.
+    pub nameless: bool,
+    /// What the last lookup delivered, in tokens.
+    pub delivered: u32,
+    items: Vec<Item>,
+    fingerprints: Vec<Fingerprint>,
+}
+
+impl Live {
+    /// A request of which nothing is named yet.
+    pub fn new(number: u64, root: Fingerprint, adapter: u32, prompt_tokens: u32, items: Vec<Item>) -> Self {
+        Self { number, root, adapter, prompt_tokens, items, nameless: false, delivered: 0, fingerprints: Vec::new() }
+    }
+
+    /// The names of its first `blocks` blocks; shorter when there are not that many tokens, or no names.
+    pub fn names(&mut self, blocks: usize, block_size: usize, tokens: &(impl Tokens + ?Sized)) -> &[Fingerprint] {
+        if self.nameless {
+            return &[];
+        }
+        let mut stack = [0u32; 256];
+        let mut heap = Vec::new();
+        let one: &mut [u32] = if block_size <= stack.len() {
+            &mut stack[..block_size]
+        } else {
+            heap.resize(block_size, 0);
+            &mut heap
+        };
+        self.fingerprints.reserve(blocks.saturating_sub(self.fingerprints.len()).min(1 << 16));
+        while self.fingerprints.len() < blocks {
+            let start = self.fingerprints.len() * block_size;
+            if !tokens.read(start, one) {
+                break;
+            }
+            let parent = self.fingerprints.last().copied().unwrap_or(self.root);
+            let fp = if self.items.is_empty() {
+                block::next(parent, one, &[])
+            } else {
+                let extras: Vec<Extra<'_>> = self
+                    .items
+                    .iter()
+                    .filter(|item| item.start < start + block_size && item.start + item.length > start)
+                    .map(|item| Extra { identifier: &item.identifier, offset: item.start as i64 - start as i64 })
+                    .collect();
+                block::next(parent, one, &extras)
+            };
+            self.fingerprints.push(fp);
+        }
+        &self.fingerprints[..blocks.min(self.fingerprints.len())]
+    }
+}
+
+/// The live requests, by the engine's id.
+#[derive(Debug, Default)]
+pub struct Requests {
+    live: HashMap<Box<str>, Live>,
+    // Adapters by number; number 0 is "no adapter". Names are kept for good: operators load few, and they are limited.
+    adapters: Vec<String>,
+    numbers: u64,
+}
+
+/// Most adapter names kept. Requests of further ones stay unnamed.
+const MAX_ADAPTERS: usize = 4096;
+
+impl Requests {
+    /// A number that no other request has.
+    pub fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+
+    /// The number of an adapter; `None` when too many are known.
+    pub fn adapter(&mut self, name: &str) -> Option<u32> {
+        if name.is_empty() {
+            return Some(0);
+        }
+        let at = match self.adapters.iter().position(|known| known == name) {
+            Some(at) => at,
+            None if self.adapters.len() < MAX_ADAPTERS => {
+                self.adapters.push(name.to_string());
+                self.adapters.len() - 1
+            }
+            None => return None,
+        };
+        Some(at as u32 + 1)
+    }
+
+    /// The names of adapters by number, less one.
+    pub fn adapters(&self) -> &[String] {
+        &self.adapters
+    }
+
+    /// A request and the adapters' names.
+    pub fn get(&mut self, id: &str) -> Option<(&mut Live, &[String])> {
+        Some((self.live.get_mut(id)?, &self.adapters))
+    }
+
+    /// Follows a request. False when [`MAX_LIVE`] are followed already.
+    pub fn insert(&mut self, id: &str, live: Live) -> bool {
+        if self.live.len() >= MAX_LIVE {
+            return false;
+        }
+        self.live.insert(id.into(), live);
+        true
+    }
+
+    /// Follows a request no more.
+    pub fn remove(&mut self, id: &str) -> Option<Live> {
+        self.live.remove(id)
+    }
+
+    /// How many are followed.
+    pub fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    /// Is none followed?
+    pub fn is_empty(&self) -> bool {
+        self.live.is_empty()
+    }
+}
+
+/// The name of an adapter's number.
+pub fn adapter_name(adapters: &[String], number: u32) -> &str {
+    (number as usize).checked_sub(1).and_then(|at| adapters.get(at)).map_or("", String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_continued_as_tokens_come() {
+        let tokens: Vec<u32> = (0..100).collect();
+        let whole = block::chain(7, 16, &tokens);
+        let mut live = Live::new(1, 7, 0, 40, vec![]);
+        assert_eq!(live.names(9, 16, &tokens[..40]), &whole[..2]);
+        assert_eq!(live.names(1, 16, &tokens[..40]), &whole[..1]);
+        assert_eq!(live.names(6, 16, &tokens[..]), &whole[..6]);
+    }
+
+    #[test]
+    fn items_enter_the_blocks_that_they_touch() {
+        let tokens: Vec<u32> = (0..64).collect();
+        let item = Item { identifier: "img".into(), start: 20, length: 12 };
+        let mut live = Live::new(1, 7, 0, 64, vec![item]);
+        let first = block::next(7, &tokens[..16], &[]);
+        let second = block::next(first, &tokens[16..32], &[Extra { identifier: "img", offset: 4 }]);
+        let third = block::next(second, &tokens[32..48], &[]);
+        assert_eq!(live.names(3, 16, &tokens[..]), [first, second, third]);
+    }
+}
