@@ -1,14 +1,22 @@
 //! The demo: everything set up, started, driven and judged.
 
+mod concurrent;
+mod journal;
+mod rebirth;
+mod rest;
+mod running;
+mod sequential;
+
+use crate::app::journal::Journal;
+use crate::app::running::Running;
 use crate::config::Places;
-use crate::edge::client::{Client, Kind};
-use crate::edge::ports::Ports;
-use crate::edge::process::{Process, asked_to_end};
+use crate::edge::lookup::sample_freshness;
+use crate::edge::process::asked_to_end;
 use crate::edge::{install, parts};
-use crate::plan::{MODEL, Plan};
-use anyhow::Result;
-use serde_json::json;
+use crate::plan::{MODEL, local};
+use anyhow::{Result, bail};
 use std::process::ExitCode;
+use tokio::task::JoinSet;
 
 /// What `cargo demo` does.
 #[derive(Debug, clap::Parser)]
@@ -28,7 +36,7 @@ pub async fn to_the_end(work: impl Future<Output = Result<()>>) -> ExitCode {
         outcome = work => outcome,
         signal = asked_to_end() => match signal {
             Ok(signal) => {
-                eprintln!("\n{signal}: everything is stopped.");
+                eprintln!("\n{signal}: stopped.");
                 return ExitCode::from(130);
             }
             Err(error) => Err(error),
@@ -52,22 +60,72 @@ pub async fn demo(demo: Demo) -> Result<()> {
     if demo.setup {
         return install::everything(&places).await;
     }
-    install::engines(&places).await?;
-    let mut ports = Ports::new(!demo.check);
-    let plan = Plan::new(&["a", "b"], |wish| ports.take(wish))?;
-    drop(ports);
-    let mut engines: Vec<Process> = plan.engines.iter().map(|e| parts::engine(&places, e)).collect::<Result<_>>()?;
-    for (process, ports) in engines.iter_mut().zip(&plan.engines) {
-        parts::engine_ready(process, ports).await?;
+    let mut running = Running::start(places, !demo.check).await?;
+    let mut journal = Journal::default();
+    if demo.check {
+        return check(&mut running, journal).await;
     }
-    let envoy = parts::envoy(&places, &plan).await?;
-    let client = Client::start(&places, &format!("http://127.0.0.1:{}", plan.front))?;
-    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "return_token_ids": true});
-    for _ in 0..4 {
-        println!("{:?}", client.send(Kind::Chat, &body).await?);
-    }
-    let body = json!({"model": MODEL, "prompt": "hello", "max_tokens": 8, "return_token_ids": true, "stream": true, "stream_options": {"include_usage": true}});
-    println!("{:?}", client.send(Kind::Completion, &body).await?);
-    drop(envoy);
+    sequential::run(&running, &mut journal).await?;
+    println!("\n{}", addresses(&running));
+    let signal = asked_to_end().await?;
+    println!("\n{signal}: stopping everything");
     Ok(())
+}
+
+async fn check(running: &mut Running, mut journal: Journal) -> Result<()> {
+    let mut samplers = JoinSet::new();
+    for ports in &running.plan.engines {
+        let samples = journal.staleness_ms.clone();
+        samplers.spawn(sample_freshness(ports.clone(), running.plan.index_grpc, parts::BLOCK_SIZE, samples));
+    }
+    let mut chats = sequential::run(running, &mut journal).await?;
+    // Before the index is killed: what is measured is the index, not its absence.
+    samplers.shutdown().await;
+    let sequential = journal.report.clone();
+    concurrent::run(running, &mut journal).await?;
+    let known = rest::known(running, &journal).await?;
+    rest::audit(running, &mut journal, &known).await?;
+    let audited = journal.report.clone();
+    rebirth::run(running, &mut journal, &known, &mut chats).await?;
+    running.alive()?;
+    // The requests of the rebirth are judged one by one; the report's sums are those of their phases.
+    journal.report = crate::report::Report {
+        requests: sequential.requests,
+        follow_up_turns: sequential.follow_up_turns,
+        follow_ups_to_holder: sequential.follow_ups_to_holder,
+        predicted_cached_tokens: sequential.predicted_cached_tokens,
+        delivered_cached_tokens: sequential.delivered_cached_tokens,
+        usage_cached_tokens: sequential.usage_cached_tokens,
+        failed_requests: journal.report.failed_requests,
+        ..audited
+    };
+    journal.times();
+    let faults = [journal.report.faults(), journal.faults].concat();
+    for fault in &faults {
+        eprintln!("does not hold: {fault}");
+    }
+    println!("{}", serde_json::to_string(&journal.report)?);
+    if !faults.is_empty() {
+        bail!("{} of the judged conditions do not hold; logs are in {}", faults.len(), running.places.logs().display());
+    }
+    Ok(())
+}
+
+/// What a person can try now.
+fn addresses(running: &Running) -> String {
+    let plan = &running.plan;
+    let (front, index, picker) = (local(plan.front), local(plan.index_http), local(plan.picker_http));
+    let chat = format!(r#"{{"model":"{MODEL}","messages":[{{"role":"user","content":"Hello"}}],"max_tokens":16}}"#);
+    format!(
+        "Everything is up. Try:\n\
+         \n  curl -s http://{front}/v1/chat/completions -H 'content-type: application/json' -d '{chat}'\n\
+         \n  curl -s http://{picker}/v1/decisions?limit=3     # why the last requests went where they went\
+         \n  curl -s http://{picker}/v1/explain -d '{chat}'   # where that would go now\
+         \n  curl -s http://{picker}/metrics\
+         \n  curl -s http://{index}/v1/engines                # what the index knows of both engines\
+         \n  curl -s http://{index}/v1/match -d '{{\"model\":\"{MODEL}\",\"prompt\":\"Hello\"}}'\
+         \n\nEngines: {}. Logs: {}\nCtrl-C stops everything.",
+        plan.engines.iter().map(|e| format!("{} http://{}", e.id(), local(e.http))).collect::<Vec<_>>().join(", "),
+        running.places.logs().display()
+    )
 }

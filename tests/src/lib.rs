@@ -1,13 +1,20 @@
 //! The harness: sets up real parts, runs them together and judges what they did.
 //!
 //! * [`config`]: where things are on this machine; the only reader of the environment.
-//! * [`report`]: the numbers of a run and what must hold of them.
+//! * [`plan`], [`envoy`]: who listens where, and what each part is told.
+//! * [`talk`], [`decision`], [`holdings`], [`report`]: what is sent, what came of it, what must hold.
 //! * [`edge`]: processes, downloads, sockets.
+//! * [`app`]: `cargo demo`.
+//! * [`naive`], [`seeded`]: models and random worlds that the tests compare with.
 
 pub mod app;
 pub mod config;
+pub mod decision;
 pub mod edge;
 pub mod envoy;
+pub mod holdings;
 pub mod naive;
 pub mod plan;
+pub mod report;
 pub mod seeded;
+pub mod talk;
