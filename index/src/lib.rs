@@ -2,4 +2,7 @@
 //!
 //! * [`shared`]: the concurrent core, one writer and readers that never wait.
 
+pub mod find;
+mod sets;
 pub mod shared;
+mod table;

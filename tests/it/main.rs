@@ -1,4 +1,6 @@
 //! All integration tests, in one binary: one link, one place to look.
 
+mod concurrency;
+mod find;
 mod r#gen;
 mod residency;
