@@ -141,7 +141,7 @@ impl Work<'_> {
             self.writer.sweep(400);
             if step % 2000 == 0 {
                 // Segments split, the directory doubles; and all of it back.
-                let many: Vec<u64> = (0..40_000).map(|_| self.rng.next() | 1).collect();
+                let many: Vec<u64> = (0..20_000).map(|_| self.rng.next() | 1).collect();
                 self.writer.store(noise, &many).expect("hidden");
                 self.writer.remove(noise, &many).expect("hidden");
             }

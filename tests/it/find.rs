@@ -247,7 +247,7 @@ fn every_answer_equals_the_models() {
 
 #[test]
 fn the_table_grows_by_splits_and_shrinks_to_nothing() {
-    let mut world = World::new(5, 6, 60_000);
+    let mut world = World::new(5, 6, 30_000);
     for _ in 0..12 {
         world.open();
         let key = world.model.next - 1;
@@ -272,7 +272,8 @@ fn the_table_grows_by_splits_and_shrinks_to_nothing() {
     world.check_some(40);
     world.check_sets();
     let full = world.writer.stats();
-    assert!(full.used > 30_000, "{full:?}");
+    // More than one segment may hold.
+    assert!(full.used > 15_000, "{full:?}");
     assert!(full.table_bytes <= full.used * 20, "{full:?}");
     // Half by removal, half by retiring.
     while let Some(key) = world.any_holder() {
@@ -282,7 +283,7 @@ fn the_table_grows_by_splits_and_shrinks_to_nothing() {
         }
         world.writer.retire(holder).expect("live");
         (0..10_000).find(|_| !world.writer.sweep(1 << 16));
-        world.check_some(5);
+        world.check_some(3);
         world.check_sets();
     }
     let empty = world.writer.stats();
