@@ -229,6 +229,20 @@ pub struct Status {
     pub tally: Tally,
 }
 
+/// What a state is after so many milliseconds of silence.
+pub fn state_after(state: EngineState, source: Source, age_ms: u64, leases: &Leases) -> EngineState {
+    let heartbeats = source == Source::Agent;
+    match state {
+        _ if age_ms > leases.lease_ms => EngineState::Silent,
+        // Quiet is not stale for a stream without heartbeats.
+        EngineState::InStep | EngineState::Syncing | EngineState::Partial if heartbeats && age_ms > leases.stale_ms => {
+            EngineState::Stale
+        }
+        EngineState::InStep if heartbeats && age_ms > leases.late_ms => EngineState::Late,
+        state => state,
+    }
+}
+
 impl Status {
     /// Milliseconds since the last message was received, `u32::MAX` when none was.
     pub fn age_ms(&self, now_ms: u64) -> u32 {
@@ -238,23 +252,9 @@ impl Status {
     /// The state with ages counted in. A reader asks this with its own clock, so an index whose writer hangs
     /// uncredits too.
     pub fn state_at(&self, now_ms: u64, leases: &Leases) -> EngineState {
-        let age = match self.heard_ms {
-            None => return EngineState::Silent,
-            Some(at) => now_ms.saturating_sub(at),
-        };
-        if age > leases.lease_ms {
-            return EngineState::Silent;
-        }
-        match self.state {
-            // Quiet is not stale for a stream without heartbeats.
-            state @ (EngineState::InStep | EngineState::Syncing | EngineState::Partial) if self.source == Source::Agent => {
-                match age {
-                    _ if age > leases.stale_ms => EngineState::Stale,
-                    _ if age > leases.late_ms && state == EngineState::InStep => EngineState::Late,
-                    _ => state,
-                }
-            }
-            state => state,
+        match self.heard_ms {
+            None => EngineState::Silent,
+            Some(at) => state_after(self.state, self.source, now_ms.saturating_sub(at), leases),
         }
     }
 

@@ -5,6 +5,7 @@ use crate::answer::{Bundle, Matched, NoBundle, NotReserved, Placement, Query};
 use crate::config::Config;
 use crate::edge::board::{Board, Clock};
 use crate::edge::bundles::Bundles;
+use crate::edge::inbox::Questions;
 use crate::edge::lookup::Lookup;
 use crate::edge::metrics::Metrics;
 use crate::edge::watch::{Hub, Watch};
@@ -29,7 +30,7 @@ pub struct Shared {
     /// Counters.
     pub metrics: Arc<Metrics>,
     /// Questions to the writer, for the debug face.
-    pub scribe: scribe::Questions,
+    pub scribe: Questions,
 }
 
 /// A running index. Clones are handles on the same one; it stops when [`Handle::stop`] is called or all are dropped.

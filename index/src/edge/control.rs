@@ -1,0 +1,135 @@
+//! Asks of one engine's agent: one at a time, each with a deadline. A connection that failed is not used again, so an
+//! answer that comes late cannot pass for another's.
+
+use super::bundles::Bundles;
+use super::inbox::{Event, Inbox};
+use super::zmtp::{Connection, Kind};
+use proto::control::{MAX_BUNDLE_BYTES, Reply, Request, decode, encode};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+
+/// Deadline for one answer, the making of the connection included.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// Longest answer taken: four payloads of the longest kind; 64 usual ones are below a megabyte.
+const MOST_BYTES: usize = 64 << 20;
+/// Asks that may wait: a snapshot or replay or both, an ack, a bundle.
+pub const MOST_ASKS: usize = 8;
+/// Pause after a connection failed.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// What the agent is to be asked.
+#[derive(Debug)]
+pub enum Job {
+    /// The answer goes to the link, with this number.
+    Ask {
+        /// The link's number for it.
+        id: u64,
+        /// What.
+        request: Request,
+    },
+    /// The answer is dropped.
+    Ack(Request),
+    /// A whole bundle, piece by piece, while nothing else is asked.
+    Bundle(String),
+}
+
+/// A bundle that is arriving.
+struct Arriving {
+    digest: String,
+    bytes: Vec<u8>,
+}
+
+/// Asks what comes through `jobs` until that closes.
+pub async fn serve(stream: u64, name: String, endpoint: Option<String>, mut jobs: mpsc::Receiver<Job>, inbox: Inbox, bundles: Arc<Bundles>) {
+    let mut connection: Option<Connection> = None;
+    let mut arriving: Option<Arriving> = None;
+    let mut rest_until = Instant::now();
+    loop {
+        let job = match &arriving {
+            None => jobs.recv().await,
+            Some(bundle) => match jobs.try_recv() {
+                Ok(job) => Some(job),
+                Err(mpsc::error::TryRecvError::Disconnected) => None,
+                Err(mpsc::error::TryRecvError::Empty) => Some(Job::Bundle(bundle.digest.clone())),
+            },
+        };
+        let Some(job) = job else { break };
+        let (id, request) = match job {
+            Job::Ask { id, request } => (Some(id), request),
+            Job::Ack(request) => (None, request),
+            Job::Bundle(digest) => {
+                let here = arriving.get_or_insert_with(|| Arriving { digest, bytes: Vec::new() });
+                (None, Request::Bundle { digest: here.digest.clone(), offset: here.bytes.len() as u64 })
+            }
+        };
+        let outcome = match &endpoint {
+            None => Err("the fleet entry has no control address".to_string()),
+            Some(_) if Instant::now() < rest_until => Err("the control connection failed a moment ago".into()),
+            Some(endpoint) => match timeout(DEADLINE, ask(&mut connection, endpoint, &request)).await {
+                Ok(outcome) => outcome,
+                Err(_) => Err("no answer within 2 s".into()),
+            },
+        };
+        if let Err(reason) = &outcome {
+            if connection.take().is_some() || Instant::now() >= rest_until {
+                tracing::debug!(engine = name, reason, ?request, "the agent did not answer");
+                rest_until = Instant::now() + PAUSE;
+            }
+        }
+        if matches!(request, Request::Bundle { .. }) {
+            arriving = arriving.take().and_then(|bundle| piece(bundle, outcome, stream, &name, &bundles));
+        } else if let Some(id) = id {
+            let event = match outcome {
+                Ok(reply) => Event::Reply { stream, id, reply },
+                Err(reason) => Event::Failed { stream, id, reason },
+            };
+            inbox.send(event, 0).await;
+        }
+    }
+    bundles.unclaim(stream);
+}
+
+async fn ask(connection: &mut Option<Connection>, endpoint: &str, request: &Request) -> Result<Reply, String> {
+    // Taken out while it is used: an ask that is cut short by its deadline leaves none behind.
+    let mut one = match connection.take() {
+        Some(one) => one,
+        None => Connection::open(endpoint, Kind::Dealer, MOST_BYTES).await.map_err(|e| e.to_string())?,
+    };
+    let bytes = encode(request).map_err(|e| e.to_string())?;
+    one.send(&[b"", &bytes]).await.map_err(|e| e.to_string())?;
+    let frames = one.receive().await.map_err(|e| e.to_string())?;
+    let [empty, body] = frames.as_slice() else { return Err(format!("an answer of {} frames; it has 2", frames.len())) };
+    if !empty.is_empty() {
+        return Err("an answer whose first frame is not empty".into());
+    }
+    let reply = decode(body).map_err(|e| e.to_string())?;
+    *connection = Some(one);
+    Ok(reply)
+}
+
+/// Takes one piece of a bundle. What is still arriving comes back.
+fn piece(mut bundle: Arriving, outcome: Result<Reply, String>, stream: u64, name: &str, bundles: &Bundles) -> Option<Arriving> {
+    let why = match outcome {
+        Ok(Reply::Bundle { digest, total, offset, bytes }) => {
+            let fits = digest == bundle.digest && offset == bundle.bytes.len() as u64 && total <= MAX_BUNDLE_BYTES as u64;
+            let end = offset.saturating_add(bytes.len() as u64);
+            if fits && end <= total && (!bytes.is_empty() || end == total) {
+                bundle.bytes.extend_from_slice(&bytes);
+                if end < total {
+                    return Some(bundle);
+                }
+                tracing::info!(engine = name, digest = bundle.digest, bytes = total, "bundle fetched");
+                bundles.put(&bundle.digest, bundle.bytes);
+                return None;
+            }
+            "a piece that does not fit".to_string()
+        }
+        Ok(_) => "the agent has no bundle of that digest".into(),
+        Err(reason) => reason,
+    };
+    tracing::warn!(engine = name, digest = bundle.digest, reason = why, "the bundle could not be fetched");
+    bundles.unclaim(stream);
+    None
+}
