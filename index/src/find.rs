@@ -91,7 +91,8 @@ impl Levels {
         let (whole, stack) = stack.split_at_mut(width);
         let sought = &mut stack[..width];
         intersect(mask, view.bits(id_first), sought);
-        let id_last = view.set_of(last);
+        // One block is one read.
+        let id_last = if end == 0 { id_first } else { view.set_of(last) };
         if id_last == id_first {
             return emit(levels, words, end + 1, sought);
         }
@@ -176,5 +177,61 @@ impl<V: View> Search<'_, V> {
             }
         }
         emit(self.levels, self.words, low + 1, &stack[..width]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Position = fingerprint - 1. What a lookup reads beside a writer: at each position any set at all, closed or not.
+    struct Flicker {
+        sets: Vec<u32>,
+        reads: std::cell::RefCell<Vec<usize>>,
+        words: Vec<u64>,
+    }
+
+    impl View for Flicker {
+        fn set_of(&self, fingerprint: Fingerprint) -> u32 {
+            let at = fingerprint as usize - 1;
+            self.reads.borrow_mut()[at] += 1;
+            self.sets[at]
+        }
+        fn bits(&self, set: u32) -> Bits<'_> {
+            // A set's id is its word.
+            Bits { first: 0, words: &self.words[set as usize..=set as usize] }
+        }
+    }
+
+    #[test]
+    fn whatever_is_read_each_holder_is_answered_once_with_what_was_read() {
+        let mut state = 1u64;
+        let mut random = |n: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % n
+        };
+        let mut levels = Levels::default();
+        for case in 0..20_000 {
+            let blocks = 1 + random(20) as usize;
+            let sets = (0..blocks).map(|_| (random(64) | random(64)) as u32).collect();
+            let view = Flicker { sets, reads: vec![0; blocks].into(), words: (0..64).collect() };
+            let mask = random(64) | random(64);
+            let prompt: Vec<u64> = (1..=blocks as u64).collect();
+            levels.find(&view, &[mask], &prompt);
+            let reads = view.reads.borrow();
+            assert!(reads.iter().all(|reads| *reads <= 1), "case {case}: {reads:?}");
+            let mut answered = 0u64;
+            let mut before = 0;
+            for (depth, bits) in levels.iter() {
+                let holders = bits.words[0];
+                assert!(depth > before && depth as usize <= blocks && holders != 0, "case {case}");
+                assert_eq!(holders & answered, 0, "case {case}: a holder twice");
+                let (first, last) = (view.sets[0], view.sets[depth as usize - 1]);
+                assert_eq!(holders & !(u64::from(first & last) & mask), 0, "case {case}: a holder without its block");
+                answered |= holders;
+                before = depth;
+            }
+            assert_eq!(answered, u64::from(view.sets[0]) & mask, "case {case}: a holder is missing");
+        }
     }
 }

@@ -12,220 +12,24 @@
 //! What a reader relies on, in the order the writer writes: set before fingerprint (store), counts before fingerprint
 //! (store), fingerprint before counts (removal). A search that misses a fingerprint ran beside its storing or removal.
 
-use crate::shared::pins::{Limbo, Pin, Published, prefetch};
-use proto::block::Fingerprint;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+mod segment;
 
-const WAYS: usize = 5;
-/// Marks a set id that is none but the low 31 bits of the stamp of a removal: the slot rests.
-const RESTS: u32 = 1 << 31;
+pub(crate) use segment::Found;
+
+use crate::shared::pins::{Limbo, Pin, Published};
+use proto::block::Fingerprint;
+use segment::{MIN_LINES, Segment, WAYS, spread};
+use std::sync::Arc;
+
 /// A segment with as many fingerprints splits instead of growing: some 14,000 x 3 ns is the longest step, and 50
 /// million fingerprints make 5,000 segments, whose headers stay in a second-level cache.
 const SPLIT: usize = 14_000;
-const MIN_LINES: usize = 8;
-/// A search for a free slot longer than this many lines means that too many slots rest.
-const LONG: usize = 12;
-
-#[repr(align(64))]
-#[derive(Default)]
-struct Line {
-    fingerprints: [AtomicU64; WAYS],
-    sets: [AtomicU32; WAYS],
-    passed_by: AtomicU32,
-}
-
-impl Line {
-    /// The slot that has `fingerprint`.
-    #[inline(always)]
-    fn way(&self, fingerprint: Fingerprint) -> Option<usize> {
-        // All five, without a branch for each: which one it is cannot be predicted.
-        let mut found = 0u32;
-        for (way, slot) in self.fingerprints.iter().enumerate() {
-            found |= u32::from(slot.load(Ordering::Relaxed) == fingerprint) << way;
-        }
-        (found != 0).then(|| found.trailing_zeros() as usize % WAYS)
-    }
-
-    /// A slot that may take a fingerprint.
-    #[inline]
-    fn free(&self, limbo: &Limbo) -> Option<usize> {
-        (0..WAYS).find(|way| {
-            let set = self.sets[*way].load(Ordering::Relaxed);
-            self.fingerprints[*way].load(Ordering::Relaxed) == 0 && (set == 0 || limbo.passed_low(set & !RESTS))
-        })
-    }
-
-    fn count(&self, by: u32) {
-        let count = self.passed_by.load(Ordering::Relaxed).wrapping_add(by);
-        self.passed_by.store(count, Ordering::Release);
-    }
-}
-
-/// Part of the table: the fingerprints whose spread value begins with the same `depth` bits.
-pub(crate) struct Segment {
-    depth: u32,
-    lines: Box<[Line]>,
-    /// Fingerprints in it. Only the writer looks.
-    live: AtomicU32,
-}
-
-/// Where a fingerprint is, or may go.
-#[derive(Clone, Copy)]
-pub(crate) struct Spot {
-    line: u32,
-    way: u32,
-}
-
-/// What a search of the writer found.
-pub(crate) enum Found {
-    /// Its slot and its set.
-    At(Spot, u32),
-    /// It is not there; it may go to this slot.
-    Free(Spot),
-    /// It is not there, and there is no slot for it before [`Table::make_room`].
-    Full,
-}
-
-impl Segment {
-    fn new(depth: u32, lines: usize) -> Segment {
-        Segment { depth, lines: (0..lines.max(MIN_LINES)).map(|_| Line::default()).collect(), live: AtomicU32::new(0) }
-    }
-
-    fn live(&self) -> usize {
-        self.live.load(Ordering::Relaxed) as usize
-    }
-
-    fn slots(&self) -> usize {
-        self.lines.len() * WAYS
-    }
-
-    fn bytes(&self) -> usize {
-        size_of_val::<[Line]>(&self.lines) + size_of::<Segment>()
-    }
-
-    #[inline(always)]
-    fn home(&self, spread: u64) -> usize {
-        let place = (spread << self.depth) >> 32;
-        ((place * self.lines.len() as u64) >> 32) as usize
-    }
-
-    #[inline(always)]
-    fn after(&self, line: usize) -> usize {
-        if line + 1 == self.lines.len() { 0 } else { line + 1 }
-    }
-
-    /// The set of `fingerprint`, 0 if it is not there.
-    #[inline(always)]
-    fn get(&self, spread: u64, fingerprint: Fingerprint) -> u32 {
-        let mut at = self.home(spread);
-        for _ in 0..self.lines.len() {
-            let line = &self.lines[at];
-            let way = line.way(fingerprint);
-            fence(Ordering::Acquire);
-            if let Some(way) = way {
-                let set = line.sets[way].load(Ordering::Acquire);
-                return if set & RESTS == 0 { set } else { 0 };
-            }
-            if line.passed_by.load(Ordering::Acquire) == 0 {
-                return 0;
-            }
-            at = self.after(at);
-        }
-        0
-    }
-
-    /// The writer's search.
-    #[inline]
-    pub(crate) fn search(&self, spread: u64, fingerprint: Fingerprint, limbo: &Limbo) -> Found {
-        let mut at = self.home(spread);
-        let mut free = None;
-        let mut over = false;
-        for steps in 0..self.lines.len() {
-            let line = &self.lines[at];
-            if !over {
-                if let Some(way) = line.way(fingerprint) {
-                    let spot = Spot { line: at as u32, way: way as u32 };
-                    return Found::At(spot, line.sets[way].load(Ordering::Relaxed));
-                }
-                over = line.passed_by.load(Ordering::Relaxed) == 0;
-            }
-            if free.is_none() {
-                let spot = |way| Spot { line: at as u32, way: way as u32 };
-                free = line.free(limbo).map(spot);
-            }
-            match free {
-                Some(spot) if over => {
-                    let crowded = (self.live() + 1) * 8 > self.slots() * 7 || steps > LONG && self.rests() > self.slots() / 8;
-                    return if crowded { Found::Full } else { Found::Free(spot) };
-                }
-                _ => at = self.after(at),
-            }
-        }
-        free.map_or(Found::Full, Found::Free)
-    }
-
-    fn rests(&self) -> usize {
-        let sets = self.lines.iter().flat_map(|line| &line.sets);
-        sets.filter(|set| set.load(Ordering::Relaxed) & RESTS != 0).count()
-    }
-
-    /// Puts a fingerprint into the free slot that [`Segment::search`] gave.
-    pub(crate) fn fill(&self, spread: u64, spot: Spot, fingerprint: Fingerprint, set: u32) {
-        let mut at = self.home(spread);
-        while at != spot.line as usize {
-            self.lines[at].count(1);
-            at = self.after(at);
-        }
-        let (line, way) = (&self.lines[at], spot.way as usize);
-        line.sets[way].store(set, Ordering::Relaxed);
-        line.fingerprints[way].store(fingerprint, Ordering::Release);
-        self.live.store(self.live.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-    }
-
-    /// Another set, not 0, for the fingerprint at `spot`.
-    #[inline]
-    pub(crate) fn set(&self, spot: Spot, set: u32) {
-        self.lines[spot.line as usize].sets[spot.way as usize].store(set, Ordering::Release);
-    }
-
-    /// Takes the fingerprint at `spot` out. The slot rests until those who read at `stamp` have left.
-    pub(crate) fn empty(&self, spread: u64, spot: Spot, stamp: u64) {
-        let (line, way) = (&self.lines[spot.line as usize], spot.way as usize);
-        line.sets[way].store(RESTS | stamp as u32 & !RESTS, Ordering::Release);
-        line.fingerprints[way].store(0, Ordering::Release);
-        let mut at = self.home(spread);
-        while at != spot.line as usize {
-            self.lines[at].count(u32::MAX);
-            at = self.after(at);
-        }
-        self.live.store(self.live.load(Ordering::Relaxed) - 1, Ordering::Relaxed);
-    }
-
-    /// `(where, fingerprint, set)` of all that is in it.
-    fn iter(&self) -> impl Iterator<Item = (Spot, Fingerprint, u32)> + '_ {
-        self.lines.iter().enumerate().flat_map(|(at, line)| {
-            (0..WAYS).filter_map(move |way| {
-                let fingerprint = line.fingerprints[way].load(Ordering::Relaxed);
-                let set = line.sets[way].load(Ordering::Relaxed);
-                (fingerprint != 0).then_some((Spot { line: at as u32, way: way as u32 }, fingerprint, set))
-            })
-        })
-    }
-}
 
 /// The directory that readers start from.
 pub(crate) struct Directory {
     bits: u32,
     entries: Box<[Published<Segment>]>,
     key: u64,
-}
-
-/// Spreads fingerprints over 64 bits. They are hashes already: this only keeps who chooses them from choosing lines.
-#[inline(always)]
-pub(crate) fn spread(fingerprint: Fingerprint, key: u64) -> u64 {
-    let product = u128::from(fingerprint ^ key) * 0x9E37_79B9_7F4A_7C15_u128;
-    (product >> 64) as u64 ^ product as u64
 }
 
 #[inline(always)]
@@ -247,7 +51,7 @@ impl Directory {
     pub(crate) fn prefetch(&self, fingerprint: Fingerprint, pin: &Pin<'_>) {
         let spread = spread(fingerprint, self.key);
         let segment = self.entries[entry(spread, self.bits)].get(pin);
-        prefetch(&segment.lines[segment.home(spread)]);
+        segment.prefetch(spread);
     }
 }
 
@@ -293,7 +97,7 @@ impl Table {
     #[inline]
     pub(crate) fn prefetch(&self, fingerprint: Fingerprint) {
         let (spread, segment) = self.segment(fingerprint);
-        prefetch(&segment.lines[segment.home(spread)]);
+        segment.prefetch(spread);
     }
 
     /// One fingerprint more (`true`) or less: what [`Segment::fill`] and [`Segment::empty`] did.
@@ -311,19 +115,19 @@ impl Table {
     pub(crate) fn make_room(&mut self, spread: u64, limbo: &mut Limbo) {
         let old = self.entries[entry(spread, self.bits)].clone();
         // The directory never has more than a place for each 512 fingerprints, however unevenly they fall.
-        let may_split = old.depth < 31 && (512usize << old.depth) <= self.live;
+        let may_split = old.depth() < 31 && (512usize << old.depth()) <= self.live;
         if old.live() < SPLIT || !may_split {
-            let new = Arc::new(Segment::new(old.depth, Self::roomy(old.live() + 1)));
+            let new = Arc::new(Segment::new(old.depth(), Self::roomy(old.live() + 1)));
             self.pour(&old, &[&new]);
             return self.place(spread, &[new], &[&old], limbo);
         }
-        if old.depth == self.bits {
+        if old.depth() == self.bits {
             self.entries = self.entries.iter().flat_map(|segment| [segment.clone(), segment.clone()]).collect();
             self.bits += 1;
             self.publish(limbo);
         }
-        let upper = old.iter().filter(|(_, fingerprint, _)| self::spread(*fingerprint, self.key) << old.depth >> 63 == 1).count();
-        let halves = [old.live() - upper, upper].map(|live| Arc::new(Segment::new(old.depth + 1, Self::roomy(live + 1))));
+        let upper = old.iter().filter(|(_, fingerprint, _)| self::spread(*fingerprint, self.key) << old.depth() >> 63 == 1).count();
+        let halves = [old.live() - upper, upper].map(|live| Arc::new(Segment::new(old.depth() + 1, Self::roomy(live + 1))));
         self.pour(&old, &[&halves[0], &halves[1]]);
         self.place(spread, &halves, &[&old], limbo);
     }
@@ -332,27 +136,27 @@ impl Table {
     #[inline]
     pub(crate) fn is_sparse(&self, spread: u64) -> bool {
         let segment = &self.entries[entry(spread, self.bits)];
-        segment.live() * 5 / 2 < segment.slots() && (segment.lines.len() > MIN_LINES || segment.depth > 0)
+        segment.live() * 5 / 2 < segment.slots() && (segment.lines() > MIN_LINES || segment.depth() > 0)
     }
 
     /// After removals around `spread`: makes the segment smaller, or one with its neighbour, for as long as that helps.
     pub(crate) fn tidy(&mut self, spread: u64, limbo: &mut Limbo) {
         while self.is_sparse(spread) {
             let old = self.entries[entry(spread, self.bits)].clone();
-            let other = (old.depth > 0).then(|| {
-                let neighbour = spread ^ 1 << (64 - old.depth);
+            let other = (old.depth() > 0).then(|| {
+                let neighbour = spread ^ 1 << (64 - old.depth());
                 self.entries[entry(neighbour, self.bits)].clone()
             });
-            match other.filter(|other| other.depth == old.depth && (old.live() + other.live()) * 2 < SPLIT) {
+            match other.filter(|other| other.depth() == old.depth() && (old.live() + other.live()) * 2 < SPLIT) {
                 Some(other) => {
-                    let new = Arc::new(Segment::new(old.depth - 1, Self::roomy(old.live() + other.live())));
+                    let new = Arc::new(Segment::new(old.depth() - 1, Self::roomy(old.live() + other.live())));
                     self.pour(&old, &[&new]);
                     self.pour(&other, &[&new]);
                     self.place(spread, &[new], &[&old, &other], limbo);
                     self.narrow(limbo);
                 }
-                None if old.lines.len() > MIN_LINES => {
-                    let new = Arc::new(Segment::new(old.depth, Self::roomy(old.live())));
+                None if old.lines() > MIN_LINES => {
+                    let new = Arc::new(Segment::new(old.depth(), Self::roomy(old.live())));
                     self.pour(&old, &[&new]);
                     return self.place(spread, &[new], &[&old], limbo);
                 }
@@ -364,7 +168,7 @@ impl Table {
     /// Halves the directory for as long as no segment needs all of it.
     fn narrow(&mut self, limbo: &mut Limbo) {
         let before = self.bits;
-        while self.bits > 0 && self.segments * 2 <= self.entries.len() && self.entries.iter().all(|s| s.depth < self.bits) {
+        while self.bits > 0 && self.segments * 2 <= self.entries.len() && self.entries.iter().all(|s| s.depth() < self.bits) {
             self.entries = self.entries.iter().step_by(2).cloned().collect();
             self.bits -= 1;
         }
@@ -383,31 +187,18 @@ impl Table {
     fn pour(&self, old: &Segment, new: &[&Arc<Segment>]) {
         for (_, fingerprint, set) in old.iter() {
             let spread = spread(fingerprint, self.key);
-            let upper = new.len() == 2 && spread << old.depth >> 63 == 1;
-            let segment = new[usize::from(upper)];
-            let mut at = segment.home(spread);
-            loop {
-                let line = &segment.lines[at];
-                let free = (0..WAYS).find(|way| line.fingerprints[*way].load(Ordering::Relaxed) == 0);
-                if let Some(way) = free {
-                    line.sets[way].store(set, Ordering::Relaxed);
-                    line.fingerprints[way].store(fingerprint, Ordering::Relaxed);
-                    break;
-                }
-                line.passed_by.store(line.passed_by.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-                at = segment.after(at);
-            }
-            segment.live.store(segment.live.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+            let upper = new.len() == 2 && spread << old.depth() >> 63 == 1;
+            new[usize::from(upper)].add(spread, fingerprint, set);
         }
     }
 
     /// Shows `new` (one, or two halves) in the place of `old`.
     fn place(&mut self, spread: u64, new: &[Arc<Segment>], old: &[&Arc<Segment>], limbo: &mut Limbo) {
         // The range of the directory that all of it covers begins with `depth` bits of `spread`.
-        let depth = new[0].depth - u32::from(new.len() == 2);
+        let depth = new[0].depth() - u32::from(new.len() == 2);
         let span = 1usize << (self.bits - depth);
         let from = entry(spread, self.bits) / span * span;
-        let bytes_each = |segment: &Segment| segment.bytes() >> (self.bits - segment.depth);
+        let bytes_each = |segment: &Segment| segment.bytes() >> (self.bits - segment.depth());
         for at in from..from + span {
             let segment = &new[(at - from) * new.len() / span];
             let was = std::mem::replace(&mut self.entries[at], segment.clone());
@@ -415,8 +206,8 @@ impl Table {
             self.shown.entries[at].replace(segment.clone(), bytes, limbo);
         }
         self.segments = self.segments + new.len() - old.len();
-        self.lines += new.iter().map(|segment| segment.lines.len()).sum::<usize>();
-        self.lines -= old.iter().map(|segment| segment.lines.len()).sum::<usize>();
+        self.lines += new.iter().map(|segment| segment.lines()).sum::<usize>();
+        self.lines -= old.iter().map(|segment| segment.lines()).sum::<usize>();
     }
 
     /// Shows `f` the `(spread, fingerprint, set)` of each fingerprint of the segment at `cursor`; what it returns, a
@@ -443,7 +234,7 @@ impl Table {
                 segment.set(spot, new);
             }
         }
-        let (slots, last) = (segment.slots(), cursor | u64::MAX.checked_shr(segment.depth).unwrap_or(0));
+        let (slots, last) = (segment.slots(), cursor | u64::MAX.checked_shr(segment.depth()).unwrap_or(0));
         self.tidy(cursor, limbo);
         (slots, last.checked_add(1))
     }
@@ -453,7 +244,7 @@ impl Table {
         let mut at = 0;
         while let Some(segment) = self.entries.get(at) {
             segment.iter().for_each(|(_, fingerprint, set)| f(fingerprint, set));
-            at += 1 << (self.bits - segment.depth);
+            at += 1 << (self.bits - segment.depth());
         }
     }
 
@@ -469,9 +260,40 @@ impl Table {
 
     /// Bytes of segments and both directories.
     pub(crate) fn bytes(&self) -> usize {
-        self.lines * size_of::<Line>()
+        self.lines * Segment::LINE_BYTES
             + self.segments * size_of::<Segment>()
             + self.entries.len() * size_of::<Arc<Segment>>()
             + self.entries.len() * size_of::<Published<Segment>>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shared::pins::Pins;
+
+    #[test]
+    fn fingerprints_that_all_want_one_line_do_not_blow_up_the_table() {
+        // Only who knows the key can do this: fingerprints whose spread value is all zeros in its upper 16 bits.
+        let pins = Pins::new();
+        let (mut limbo, mut table) = (Limbo::new(&pins), Table::new(0));
+        let unlucky = (1..).map(|n: u64| n.wrapping_mul(0x1000_0001)).filter(|fp| spread(*fp, 0) >> 48 == 0).take(400);
+        for fingerprint in unlucky {
+            loop {
+                let (spread, segment) = table.segment(fingerprint);
+                match segment.search(spread, fingerprint, &limbo) {
+                    Found::Free(spot) => {
+                        segment.fill(spread, spot, fingerprint, 1);
+                        table.counted(true);
+                        break;
+                    }
+                    Found::Full => table.make_room(spread, &mut limbo),
+                    Found::At(..) => panic!("{fingerprint} twice"),
+                }
+            }
+            limbo.advance();
+        }
+        assert_eq!(table.live(), 400);
+        assert!(table.slots() < 800 && table.entries.len() == 1, "{} slots", table.slots());
     }
 }
