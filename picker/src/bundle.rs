@@ -37,7 +37,7 @@
 //! | `default_chat_template_kwargs` | no | `--default-chat-template-kwargs` |
 //! | `exclude_tools_when_tool_choice_none` | no | the flag of that name |
 //! | `truncation_side` | no | `tokenizer.truncation_side`, "left" when absent |
-//! | `not_exact` | no | a reason why no prompt of this model can be reproduced (Mistral tokenizer, Harmony, multimodal processor, slow tokenizer); completions of token ids stay exact |
+//! | `not_exact` | no | a reason why no prompt of this model can be reproduced (Mistral tokenizer, Harmony, a renderer of its own, slow tokenizer); completions of token ids stay exact |
 //!
 //! Unknown fields are ignored, so that later agents may add some. The digest is that of the bytes as sent.
 
@@ -143,6 +143,66 @@ impl Bundle {
         Ok(bundle)
     }
 
+    /// A bundle from the texts of a model folder, for native engines and for tests: `tokenizer.json`,
+    /// `tokenizer_config.json`, and `chat_template.jinja` where there is one (it comes first).
+    ///
+    /// It is right only where the engine uses `tokenizer.json` as it stands: check it with probe texts against the
+    /// engine's `/tokenize` before trusting it.
+    ///
+    /// # Errors
+    /// When a text is not JSON.
+    pub fn from_texts(
+        tokenizer: &str,
+        config: &str,
+        template: Option<&str>,
+        models: Vec<String>,
+        max_model_len: u64,
+    ) -> Result<Bundle, BadBundle> {
+        let config: serde_json::Value = serde_json::from_str(config)?;
+        let mut chat_templates = BTreeMap::new();
+        let mut chat_template = template.map(str::to_owned);
+        match &config["chat_template"] {
+            serde_json::Value::String(text) => {
+                chat_template.get_or_insert_with(|| text.clone());
+            }
+            serde_json::Value::Array(named) => {
+                for one in named {
+                    if let (Some(name), Some(text)) = (one["name"].as_str(), one["template"].as_str()) {
+                        chat_templates.insert(name.to_owned(), text.to_owned());
+                    }
+                }
+            }
+            _ => {}
+        }
+        let mut special_tokens = BTreeMap::new();
+        let content = |one: &serde_json::Value| one.as_str().or_else(|| one["content"].as_str()).map(str::to_owned);
+        for name in ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"] {
+            if let Some(text) = content(&config[name]) {
+                special_tokens.insert(name.to_owned(), Special::One(text));
+            }
+        }
+        if let Some(list) = config["additional_special_tokens"].as_array() {
+            let texts = list.iter().filter_map(content).collect();
+            special_tokens.insert("additional_special_tokens".to_owned(), Special::Many(texts));
+        }
+        Ok(Bundle {
+            format: FORMAT,
+            engine_version: String::new(),
+            model_type: String::new(),
+            models,
+            max_model_len,
+            tokenizer: serde_json::from_str(tokenizer)?,
+            special_tokens,
+            chat_template,
+            chat_templates,
+            content_format: ContentFormat::Auto,
+            default_chat_template_kwargs: serde_json::Map::new(),
+            exclude_tools_when_tool_choice_none: false,
+            truncation_side: None,
+            not_exact: None,
+        })
+    }
+
     /// The bytes that [`Bundle::from_bytes`] reads.
     ///
     /// # Errors
@@ -155,4 +215,50 @@ impl Bundle {
 /// The name of a bundle: XXH3-128 of its bytes, 32 hexadecimal digits.
 pub fn digest(bytes: &[u8]) -> String {
     format!("{:032x}", xxhash_rust::xxh3::xxh3_128(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str = r#"{"format": 1, "models": ["m"], "max_model_len": 8, "tokenizer": "{}", "later": 1,
+        "special_tokens": {"bos_token": "<s>", "additional_special_tokens": ["<x>"]}, "chat_template": null}"#;
+
+    #[test]
+    fn only_four_fields_are_required() -> Result<(), BadBundle> {
+        let bundle = Bundle::from_bytes(SMALL.as_bytes())?;
+        assert_eq!(bundle.special_tokens["bos_token"], Special::One("<s>".into()));
+        assert_eq!((bundle.content_format, bundle.chat_template.clone()), (ContentFormat::Auto, None));
+        assert_eq!(Bundle::from_bytes(&bundle.to_bytes()?)?, bundle);
+        Ok(())
+    }
+
+    #[test]
+    fn other_formats_are_refused() {
+        let other = SMALL.replace("\"format\": 1", "\"format\": 2");
+        assert!(matches!(Bundle::from_bytes(other.as_bytes()), Err(BadBundle::Format(2))));
+        let none = SMALL.replace("[\"m\"]", "[]");
+        assert!(matches!(Bundle::from_bytes(none.as_bytes()), Err(BadBundle::NoModel)));
+        assert!(matches!(Bundle::from_bytes(b"{"), Err(BadBundle::Json(_))));
+    }
+
+    #[test]
+    fn the_digest_is_that_of_the_bytes() {
+        // xxhash.xxh3_128_hexdigest(b"abc")
+        assert_eq!(digest(b"abc"), "06b05ab6733a618578af5f94892f3950");
+    }
+
+    #[test]
+    fn a_model_folder_becomes_a_bundle() -> Result<(), BadBundle> {
+        let config = r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null,
+            "chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}"#;
+        let bundle = Bundle::from_texts("{}", config, None, vec!["m".into()], 4)?;
+        assert_eq!(bundle.chat_templates["tool_use"], "t");
+        assert_eq!(bundle.special_tokens.len(), 2);
+        assert_eq!(
+            Bundle::from_texts("{}", config, Some("j"), vec!["m".into()], 4)?.chat_template.as_deref(),
+            Some("j")
+        );
+        Ok(())
+    }
 }

@@ -7,8 +7,13 @@
 //! every thread that will render (the first text of a thread costs 5 to 400 ms of table building).
 
 use crate::bundle::Bundle;
-use crate::request::Request;
+use crate::chat::Chat;
+use crate::json::Json;
+use crate::normalise::GAP;
+use crate::request::{Kind, Request};
+use crate::tokens::Tokenizer;
 use proto::block::{self, Fingerprint, Namespace};
+use std::borrow::Cow;
 
 /// Local time at the picker, for templates that print the date. Picker and engine must share the time zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,6 +36,10 @@ pub struct Prompt {
 }
 
 impl Prompt {
+    fn whole(tokens: Vec<u32>) -> Prompt {
+        Prompt { length: tokens.len(), tokens, rest: None }
+    }
+
     /// Whether `tokens` is the whole prompt.
     pub fn exact(&self) -> bool {
         self.rest.is_none()
@@ -41,7 +50,7 @@ impl Prompt {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{label}: {detail}")]
 pub struct NotExact {
-    /// One short word for metrics: `no_template`, `template`, `tokenizer`, `multimodal`, `model`, `number`, `suffix`...
+    /// One short word for metrics: `no_template`, `template`, `tokenizer`, `multimodal`, `model`, `number`, `suffix`.
     pub label: &'static str,
     /// For a person.
     pub detail: String,
@@ -62,6 +71,13 @@ pub enum NoPrompt {
 #[derive(Debug)]
 pub struct Renderer {
     models: Vec<String>,
+    max_model_len: u64,
+    tokenizer: Tokenizer,
+    chat: Result<Chat, NotExact>,
+    /// Whether the engine cuts a long prompt at its start.
+    cut_left: bool,
+    /// Why text of this model is never exact.
+    fault: Option<NotExact>,
 }
 
 impl Renderer {
@@ -71,7 +87,14 @@ impl Renderer {
     /// [`NotExact`] when the tokenizer cannot be loaded: requests of that model are routed by load. A template that
     /// cannot be used is no error here: completions stay exact, chats answer [`NoPrompt::NotExact`].
     pub fn load(bundle: &Bundle) -> Result<Renderer, NotExact> {
-        Ok(Renderer { models: bundle.models.clone() })
+        Ok(Renderer {
+            models: bundle.models.clone(),
+            max_model_len: bundle.max_model_len,
+            tokenizer: Tokenizer::load(&bundle.tokenizer)?,
+            chat: Chat::load(bundle),
+            cut_left: bundle.truncation_side.as_deref() != Some("right"),
+            fault: bundle.not_exact.clone().map(|detail| NotExact { label: "model", detail }),
+        })
     }
 
     /// Served names; the first is the base model of the namespace.
@@ -81,19 +104,211 @@ impl Renderer {
 
     /// Why chats of this model are not exact, when they are not: for the log at start.
     pub fn chat_fault(&self) -> Option<&NotExact> {
-        None
+        self.fault.as_ref().or(self.chat.as_ref().err())
     }
 
     /// Builds the tokenizer's tables for the current thread.
-    pub fn warm(&self) {}
+    pub fn warm(&self) {
+        self.tokenizer.warm();
+    }
 
     /// The ids of the request's (first) prompt.
     ///
     /// # Errors
     /// [`NoPrompt`]: the engine will refuse the request, or nothing of it can be known.
     pub fn tokens(&self, request: &Request<'_>, now: Now) -> Result<Prompt, NoPrompt> {
-        let _ = (request, now);
-        Err(NoPrompt::NotExact(NotExact { label: "template", detail: "not yet".into() }))
+        let cut = Cut::of(request, self)?;
+        let body = &request.body;
+        let given = match request.kind {
+            Kind::Chat => reused_ids(body)?,
+            _ => completion(body)?,
+        };
+        let text = match given {
+            Given::Ids(ids) => return cut.ids(ids).map(Prompt::whole),
+            Given::Text(text) => Cow::Borrowed(text),
+            Given::Nothing => Cow::Owned(self.text(request, now)?),
+        };
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone().into());
+        }
+        let add_special = match body.given("add_special_tokens") {
+            Some(Json::Bool(value)) => *value,
+            Some(_) => return Err(NoPrompt::Refused("add_special_tokens must be true or false".into())),
+            None => request.kind == Kind::Completions,
+        };
+        if let Some((before, _)) = text.split_once(GAP).filter(|_| request.kind == Kind::Chat) {
+            // No truncation is followed here: the whole length is not known, so neither is what is cut.
+            let rest = NotExact {
+                label: "multimodal",
+                detail: "images, sounds or videos: only the text before them is known".into(),
+            };
+            if cut.keep.is_some() {
+                return Err(rest.into());
+            }
+            let mut tokens = self.tokenizer.encode(before, add_special)?;
+            tokens.truncate(self.tokenizer.settled(&tokens));
+            let length = self.tokenizer.encode(&text.replace(GAP, ""), add_special)?.len();
+            return Ok(Prompt { tokens, length, rest: Some(rest) });
+        }
+        cut.text(&text, add_special, &self.tokenizer).map(Prompt::whole)
+    }
+
+    /// The text of a chat as the engine renders it. Images and the like are marked.
+    ///
+    /// # Errors
+    /// [`NoPrompt`].
+    fn text(&self, request: &Request<'_>, now: Now) -> Result<String, NoPrompt> {
+        if let Some(fault) = self.chat_fault() {
+            return Err(fault.clone().into());
+        }
+        match &self.chat {
+            Ok(chat) => chat.render(&request.body, now),
+            Err(fault) => Err(fault.clone().into()),
+        }
+    }
+
+    /// The text of a chat as the engine renders it, for people and tests.
+    ///
+    /// # Errors
+    /// [`NoPrompt`]; a completion has no template.
+    pub fn rendered(&self, request: &Request<'_>, now: Now) -> Result<String, NoPrompt> {
+        match request.kind {
+            Kind::Chat => self.text(request, now),
+            _ => Err(NoPrompt::Refused("no chat".into())),
+        }
+    }
+}
+
+/// Where the ids come from.
+enum Given<'b> {
+    Ids(Vec<u32>),
+    Text(&'b str),
+    Nothing,
+}
+
+fn ids(list: &[Json<'_>], field: &'static str) -> Result<Vec<u32>, NoPrompt> {
+    let id = |item: &Json<'_>| match item {
+        Json::Int(id) => u32::try_from(*id).ok(),
+        _ => None,
+    };
+    let ids: Option<Vec<u32>> = list.iter().map(id).collect();
+    ids.filter(|ids| !ids.is_empty()).ok_or_else(|| NoPrompt::Refused(format!("{field} is no list of token ids")))
+}
+
+/// Ids that a prefill stage passes on for reuse: the engine takes them instead of the messages.
+fn reused_ids<'b>(body: &'b Json<'_>) -> Result<Given<'b>, NoPrompt> {
+    match body.get("kv_transfer_params").and_then(|params| params.given("prompt_token_ids")) {
+        None => Ok(Given::Nothing),
+        Some(_) if body.get("echo").is_some_and(Json::truthy) => Ok(Given::Nothing),
+        Some(Json::List(list)) => ids(list, "kv_transfer_params.prompt_token_ids").map(Given::Ids),
+        Some(_) => Err(NoPrompt::Refused("kv_transfer_params.prompt_token_ids must be a list".into())),
+    }
+}
+
+fn completion<'b>(body: &'b Json<'_>) -> Result<Given<'b>, NoPrompt> {
+    let not_exact = |label, detail: &str| Err(NotExact { label, detail: detail.into() }.into());
+    if body.given("prompt_embeds").is_some() {
+        return not_exact("multimodal", "the prompt is given as embeddings");
+    }
+    if body.given("suffix").is_some() {
+        return not_exact("suffix", "fill-in-the-middle prompts are not rendered here");
+    }
+    match body.get("prompt") {
+        Some(Json::Str(text)) if !text.is_empty() => Ok(Given::Text(text)),
+        Some(Json::List(list)) => match list.first() {
+            Some(Json::Str(text)) => Ok(Given::Text(text)),
+            Some(Json::List(first)) => ids(first, "prompt").map(Given::Ids),
+            Some(Json::Int(_)) => ids(list, "prompt").map(Given::Ids),
+            _ => Err(NoPrompt::Refused("prompt must be a string, token ids, or a list of those".into())),
+        },
+        _ => Err(NoPrompt::Refused("prompt must be a string, token ids, or a list of those".into())),
+    }
+}
+
+/// Truncation and the limit on length, as `TokenizeParams` has them.
+struct Cut {
+    /// Most tokens to keep.
+    keep: Option<usize>,
+    /// From the start of the prompt (true) or from its end, when the request says so.
+    side: Option<bool>,
+    left: bool,
+    max: usize,
+}
+
+impl Cut {
+    fn of(request: &Request<'_>, renderer: &Renderer) -> Result<Cut, NoPrompt> {
+        let refused = |why: &str| Err(NoPrompt::Refused(why.into()));
+        let max = usize::try_from(renderer.max_model_len).unwrap_or(usize::MAX);
+        let out = usize::try_from(request.max_tokens.unwrap_or(0)).unwrap_or(usize::MAX);
+        if out > max {
+            return refused("max_tokens is greater than the model's length");
+        }
+        let keep = match request.body.given("truncate_prompt_tokens") {
+            None => None,
+            Some(Json::Int(-1)) => Some(if out == 0 { max } else { max - 1 }),
+            Some(Json::Int(keep)) => match usize::try_from(*keep) {
+                Ok(keep) if keep <= max => Some(keep),
+                _ => return refused("truncate_prompt_tokens is out of range"),
+            },
+            Some(_) => return refused("truncate_prompt_tokens must be an integer"),
+        };
+        let side = match request.body.given("truncation_side").map(Json::as_str) {
+            None => None,
+            Some(Some("left")) => Some(true),
+            Some(Some("right")) => Some(false),
+            Some(_) => return refused("truncation_side must be left or right"),
+        };
+        Ok(Cut { keep, side, left: side.unwrap_or(renderer.cut_left), max })
+    }
+
+    fn slice(&self, mut ids: Vec<u32>, keep: usize) -> Vec<u32> {
+        if ids.len() > keep {
+            if self.left {
+                ids.drain(..ids.len() - keep);
+            } else {
+                ids.truncate(keep);
+            }
+        }
+        ids
+    }
+
+    /// Ids given by the request.
+    fn ids(&self, ids: Vec<u32>) -> Result<Vec<u32>, NoPrompt> {
+        let ids = match self.keep {
+            Some(keep) => self.slice(ids, keep),
+            None => ids,
+        };
+        if ids.len() > self.max {
+            return Err(NoPrompt::Refused(format!(
+                "{} tokens are more than the model's length, {}",
+                ids.len(),
+                self.max
+            )));
+        }
+        Ok(ids)
+    }
+
+    fn text(&self, text: &str, add_special: bool, tokenizer: &Tokenizer) -> Result<Vec<u32>, NoPrompt> {
+        let added = if add_special { tokenizer.added() } else { 0 };
+        match (self.keep, self.side) {
+            // Without a side of its own the tokenizer itself cuts: before it adds its special tokens.
+            (Some(keep), None) if added > 0 => {
+                let ids = tokenizer.encode(text, false)?;
+                let Some(keep) = keep.checked_sub(added) else {
+                    return Err(NotExact {
+                        label: "tokenizer",
+                        detail: "truncated to less than the special tokens".into(),
+                    }
+                    .into());
+                };
+                self.ids(tokenizer.post_process(self.slice(ids, keep)))
+            }
+            // The engine cuts such text by characters first, by a number that only it knows; never below one a token.
+            (Some(_), Some(_)) if text.chars().count() > self.max => {
+                Err(NotExact { label: "tokenizer", detail: "a text longer than the model, truncated".into() }.into())
+            }
+            _ => self.ids(tokenizer.encode(text, add_special)?),
+        }
     }
 }
 

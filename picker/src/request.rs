@@ -122,18 +122,117 @@ impl<'a> Request<'a> {
         }
         let text = std::str::from_utf8(body)
             .map_err(|e| BadBody::NotJson { position: e.valid_up_to(), message: "invalid UTF-8" })?;
+        // Python drops a byte order mark.
+        let (text, skipped) = text.strip_prefix('\u{feff}').map_or((text, 0), |rest| (rest, 3));
         let body = json::parse(text, limits.depth)
-            .map_err(|e| BadBody::NotJson { position: e.position, message: e.message })?;
-        Ok(Request {
-            kind,
-            model: None,
-            stream: false,
-            cache_salt: Cow::Borrowed(""),
-            max_tokens: None,
-            n: 1,
-            prompts: 1,
-            skips_cache: false,
-            body,
-        })
+            .map_err(|e| BadBody::NotJson { position: e.position + skipped, message: e.message })?;
+        let Json::Object(_) = body else { return Err(BadBody::NotJson { position: 0, message: "expected an object" }) };
+        let model = text_field(&body, "model")?;
+        let stream = match body.given("stream") {
+            None => false,
+            Some(Json::Bool(value)) => *value,
+            Some(_) => return Err(BadBody::Shape { field: "stream", message: "must be true or false" }),
+        };
+        let cache_salt = text_field(&body, "cache_salt")?.unwrap_or_default();
+        let max_tokens = match (kind, count_field(&body, "max_completion_tokens")?) {
+            (Kind::Chat, Some(value)) => Some(value),
+            _ => count_field(&body, "max_tokens")?,
+        };
+        let n = count_field(&body, "n")?.unwrap_or(1).max(1);
+        let prompts = match (kind, body.get("prompt")) {
+            (Kind::Completions, Some(Json::List(list)))
+                if matches!(list.first(), Some(Json::Str(_) | Json::List(_))) =>
+            {
+                list.len()
+            }
+            _ => 1,
+        };
+        let skips_cache = body.given("prompt_logprobs").is_some()
+            || (kind == Kind::Completions
+                && body.get("echo").is_some_and(Json::truthy)
+                && body.given("logprobs").is_some());
+        Ok(Request { kind, model, stream, cache_salt, max_tokens, n, prompts, skips_cache, body })
+    }
+}
+
+fn text_field<'a>(body: &Json<'a>, field: &'static str) -> Result<Option<Cow<'a, str>>, BadBody> {
+    match body.given(field) {
+        None => Ok(None),
+        Some(Json::Str(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(BadBody::Shape { field, message: "must be a string" }),
+    }
+}
+
+/// A count. Only what routing needs is checked: the engine has its own word on the rest.
+fn count_field(body: &Json<'_>, field: &'static str) -> Result<Option<u64>, BadBody> {
+    match body.given(field) {
+        None => Ok(None),
+        Some(Json::Int(value)) => Ok(Some(u64::try_from(*value).unwrap_or(0))),
+        // pydantic takes 3.0 and "3" for 3; routing needs neither.
+        Some(Json::Float(_) | Json::Str(_)) => Ok(None),
+        Some(_) => Err(BadBody::Shape { field, message: "must be an integer" }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(kind: Kind, body: &str) -> Result<Request<'_>, BadBody> {
+        Request::parse(kind, body.as_bytes(), Limits::default())
+    }
+
+    #[test]
+    fn paths() {
+        for (path, kind) in [
+            ("/v1/completions", Kind::Completions),
+            ("/v1/chat/completions?x=1", Kind::Chat),
+            ("/openai/v1/chat/completions/", Kind::Chat),
+            ("/v1/models", Kind::Other),
+            ("/v1/responses", Kind::Other),
+            ("/v1/nocompletions", Kind::Other),
+            ("/", Kind::Other),
+        ] {
+            assert_eq!(Kind::of_path(path), kind, "{path}");
+        }
+    }
+
+    #[test]
+    fn what_routing_reads() -> Result<(), BadBody> {
+        let chat = parse(
+            Kind::Chat,
+            r#"{"model": "m", "stream": true, "cache_salt": "s", "max_tokens": 5, "max_completion_tokens": 7, "n": 2, "messages": []}"#,
+        )?;
+        assert_eq!((chat.model.as_deref(), chat.stream, &*chat.cache_salt), (Some("m"), true, "s"));
+        assert_eq!((chat.max_tokens, chat.n, chat.prompts, chat.skips_cache), (Some(7), 2, 1, false));
+        let none = parse(Kind::Completions, "\u{feff}{\"prompt\": [[1], [2, 3]], \"prompt_logprobs\": 0}")?;
+        assert_eq!((none.model, none.max_tokens, none.prompts, none.skips_cache), (None, None, 2, true));
+        assert_eq!(parse(Kind::Completions, r#"{"prompt": [1, 2]}"#)?.prompts, 1);
+        assert_eq!(parse(Kind::Completions, r#"{"prompt": ["a", "b"]}"#)?.prompts, 2);
+        Ok(())
+    }
+
+    #[test]
+    fn bad_bodies_say_where() {
+        let place = |body| match parse(Kind::Chat, body) {
+            Err(BadBody::NotJson { position, .. }) => Some(position),
+            _ => None,
+        };
+        assert_eq!(place("{\"model\": "), Some(10));
+        assert_eq!(place("[1]"), Some(0));
+        assert_eq!(place(""), Some(0));
+        let bytes = Request::parse(Kind::Chat, b"{\"a\": \"\xff\"}", Limits::default());
+        assert_eq!(bytes, Err(BadBody::NotJson { position: 7, message: "invalid UTF-8" }));
+        let small = Limits { body_bytes: 3, depth: 1 };
+        assert_eq!(Request::parse(Kind::Chat, b"{  }", small).map_err(|e| e.status()), Err(413));
+        assert!(matches!(
+            Request::parse(Kind::Chat, b"{\"a\":[]}", Limits { depth: 1, ..Limits::default() }),
+            Err(BadBody::NotJson { position: 5, .. })
+        ));
+        assert_eq!(parse(Kind::Chat, r#"{"model": 3}"#).map_err(|e| e.status()), Err(400));
+        assert_eq!(
+            parse(Kind::Chat, r#"{"stream": "x"}"#).map_err(|e| e.to_string()),
+            Err("stream: must be true or false".into())
+        );
     }
 }
