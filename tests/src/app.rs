@@ -6,6 +6,7 @@ mod rebirth;
 mod rest;
 mod running;
 mod sequential;
+pub mod stages;
 
 use crate::app::journal::Journal;
 use crate::app::running::Running;

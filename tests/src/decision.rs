@@ -82,7 +82,8 @@ impl Decision {
         let mut line = format!("-> {engine:<4}");
         if let Some(chosen) = self.candidates.iter().find(|c| c.engine == engine) {
             line += &format!(" {:>2} of {:>2} blocks, score {:.3} (", chosen.any_blocks, self.blocks, chosen.score);
-            let factors: Vec<String> = chosen.factors.iter().map(|(name, value)| format!("{name} {value:.2}")).collect();
+            let factors: Vec<String> =
+                chosen.factors.iter().map(|(name, value)| format!("{name} {value:.2}")).collect();
             line += &format!("{})", factors.join(" "));
         }
         line += &format!(", data {} ms old", tokens(self.data_age_ms));

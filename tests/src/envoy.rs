@@ -56,8 +56,13 @@ mod tests {
     #[test]
     fn the_shipped_file_has_every_place() -> Result<()> {
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
-        let addresses =
-            Addresses { front: at(1), admin: at(2), engines: vec![at(3), at(4), at(5)], ext_proc: at(6), health: at(7) };
+        let addresses = Addresses {
+            front: at(1),
+            admin: at(2),
+            engines: vec![at(3), at(4), at(5)],
+            ext_proc: at(6),
+            health: at(7),
+        };
         let text = retarget(SHIPPED, &addresses)?;
         for port in 1..=7 {
             assert_eq!(text.matches(&format!("\"port_value\":{port}}}")).count(), 1, "port {port} in {text}");
@@ -70,7 +75,9 @@ mod tests {
         let config: Value = serde_saphyr::from_str(SHIPPED)?;
         let manager = &config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
         let early = manager["early_header_mutation_extensions"][0]["typed_config"]["mutations"].to_string();
-        for header in ["x-gateway-destination-endpoint", "x-gateway-destination-endpoint-subset", "x-data-parallel-rank"] {
+        for header in
+            ["x-gateway-destination-endpoint", "x-gateway-destination-endpoint-subset", "x-data-parallel-rank"]
+        {
             assert!(early.contains(&format!("\"{header}\"")), "{header} is not dropped before the filters: {early}");
         }
         Ok(())

@@ -5,10 +5,10 @@
 
 /// Words of one to three tokens each in the demo's vocabulary.
 const WORDS: [&str; 40] = [
-    "the", "order", "of", "a", "customer", "is", "shipped", "when", "payment", "has", "arrived", "and", "every", "item",
-    "in", "stock", "was", "packed", "for", "delivery", "to", "that", "address", "with", "return", "value", "method",
-    "object", "name", "call", "import", "module", "class", "function", "string", "number", "list", "garden", "spade",
-    "clay",
+    "the", "order", "of", "a", "customer", "is", "shipped", "when", "payment", "has", "arrived", "and", "every",
+    "item", "in", "stock", "was", "packed", "for", "delivery", "to", "that", "address", "with", "return", "value",
+    "method", "object", "name", "call", "import", "module", "class", "function", "string", "number", "list", "garden",
+    "spade", "clay",
 ];
 
 /// A small generator (Knuth's MMIX constants): quality is of no matter here.

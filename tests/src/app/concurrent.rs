@@ -98,9 +98,13 @@ async fn one_client(client: Arc<Client>, number: u64, done: Arc<AtomicUsize>) ->
     }
     for document in 0..DOCUMENTS {
         // Every second one is shared by all; the others fill the caches until something has to go.
-        let text = if document % 2 == 0 { words(700 + document, 500) } else { words(800 + number * DOCUMENTS + document, 900) };
+        let text = if document % 2 == 0 {
+            words(700 + document, 500)
+        } else {
+            words(800 + number * DOCUMENTS + document, 900)
+        };
         let prompt = format!("{text} {}", words(900 + number, 20));
-        let seen = client.send(Kind::Completion, &completion_body(&prompt, number % 2 == 0)).await?;
+        let seen = client.send(Kind::Completion, &completion_body(&prompt, number.is_multiple_of(2))).await?;
         done.fetch_add(1, Ordering::Relaxed);
         all.push((format!("client {number} document {document}"), seen));
     }

@@ -78,7 +78,8 @@ impl Running {
         drop(ports);
 
         eprintln!("[ .. ] two vLLM engines, which takes a minute or more; logs in {}", places.logs().display());
-        let mut engines: Vec<Process> = plan.engines.iter().map(|e| parts::engine(&places, e)).collect::<Result<_>>()?;
+        let mut engines: Vec<Process> =
+            plan.engines.iter().map(|e| parts::engine(&places, e)).collect::<Result<_>>()?;
         let hasher = Hasher::start(&places, parts::BLOCK_SIZE)?;
         let index = parts::index(&places, &plan).await?;
         eprintln!("[ ok ] index: {} (gRPC {})", local(plan.index_http), local(plan.index_grpc));
@@ -176,7 +177,8 @@ impl Running {
         loop {
             let answer = http::get(local(self.plan.picker_http), &format!("/v1/decisions/{id}")).await?;
             let text = answer.to_string();
-            let decision: Decision = serde_json::from_value(answer).with_context(|| format!("not a decision: {text}"))?;
+            let decision: Decision =
+                serde_json::from_value(answer).with_context(|| format!("not a decision: {text}"))?;
             if decision.finished.is_some() || begun.elapsed() > limit {
                 return Ok(decision);
             }

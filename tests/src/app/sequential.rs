@@ -34,7 +34,7 @@ pub async fn run(running: &Running, journal: &mut Journal) -> Result<Vec<Chat>> 
         for document in 0..DOCUMENTS {
             let prompt = format!("{} {}", words(500 + document, 300), words(600 + question, 30));
             let label = format!("document {document} question {question}");
-            let stream = question % 2 == 0;
+            let stream = question.is_multiple_of(2);
             single(running, journal, &label, Kind::Completion, &completion_body(&prompt, stream)).await?;
         }
     }
@@ -47,7 +47,9 @@ pub async fn run(running: &Running, journal: &mut Journal) -> Result<Vec<Chat>> 
 /// When a part has ended.
 pub async fn follow(running: &Running, journal: &mut Journal, label: &str, chat: &mut Chat) -> Result<()> {
     chat.ask();
-    let Some((text, engine)) = single(running, journal, label, Kind::Chat, &chat_body(chat)).await? else { return Ok(()) };
+    let Some((text, engine)) = single(running, journal, label, Kind::Chat, &chat_body(chat)).await? else {
+        return Ok(());
+    };
     if let Some(holder) = &chat.holder {
         journal.report.follow_up_turns += 1;
         if engine.as_ref() == Some(holder) {

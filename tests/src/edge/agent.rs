@@ -43,5 +43,7 @@ pub async fn pool(control: &str) -> Result<BTreeSet<Vec<u8>>> {
         bail!("an audit of more than {MAX_PIECES} pieces")
     };
     let outcome = tokio::time::timeout(LIMIT, talk).await;
-    outcome.unwrap_or_else(|_| bail!("no answer within {} s", LIMIT.as_secs())).with_context(|| format!("audit of {control}"))
+    outcome
+        .unwrap_or_else(|_| bail!("no answer within {} s", LIMIT.as_secs()))
+        .with_context(|| format!("audit of {control}"))
 }

@@ -18,7 +18,12 @@ const MAX_ANSWER_BYTES: usize = 16 << 20;
 ///
 /// # Errors
 /// When there is no answer.
-pub async fn exchange(address: SocketAddr, method: &str, path: &str, body: Option<&Value>) -> Result<(StatusCode, Bytes)> {
+pub async fn exchange(
+    address: SocketAddr,
+    method: &str,
+    path: &str,
+    body: Option<&Value>,
+) -> Result<(StatusCode, Bytes)> {
     let talk = async {
         let stream = tokio::net::TcpStream::connect(address).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
@@ -31,7 +36,8 @@ pub async fn exchange(address: SocketAddr, method: &str, path: &str, body: Optio
             .body(Full::new(body.map(|b| Bytes::from(b.to_string())).unwrap_or_default()))?;
         let response = sender.send_request(request).await?;
         let status = response.status();
-        let bytes = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(anyhow::Error::from_boxed)?;
+        let bytes =
+            Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(anyhow::Error::from_boxed)?;
         driver.abort();
         anyhow::Ok((status, bytes.to_bytes()))
     };

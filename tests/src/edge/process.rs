@@ -29,7 +29,8 @@ pub struct Process {
     name: String,
     child: Child,
     group: Pid,
-    log: PathBuf,
+    /// Where it writes; `None` when it writes where we do.
+    log: Option<PathBuf>,
     /// Length of the log before this process wrote to it.
     log_start: u64,
     started: Instant,
@@ -45,7 +46,15 @@ impl Process {
     pub fn start(name: &str, command: &mut Command, log: &Path) -> Result<Process> {
         let file = open_log(log)?;
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
-        Process::spawn(name, command, log)
+        Process::spawn(name, command, Some(log))
+    }
+
+    /// Starts `command`, which writes where we write.
+    ///
+    /// # Errors
+    /// When the program cannot be opened.
+    pub fn show(name: &str, command: &mut Command) -> Result<Process> {
+        Process::spawn(name, command.stdin(Stdio::null()), None)
     }
 
     /// Starts `command` and talks with it over its input and output; only its errors go to `log`.
@@ -54,14 +63,14 @@ impl Process {
     /// When the program or the log cannot be opened.
     pub fn converse(name: &str, command: &mut Command, log: &Path) -> Result<(Process, ChildStdin, ChildStdout)> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(open_log(log)?);
-        let mut process = Process::spawn(name, command, log)?;
+        let mut process = Process::spawn(name, command, Some(log))?;
         let ends = (process.child.stdin.take(), process.child.stdout.take());
         let (Some(stdin), Some(stdout)) = ends else { bail!("{name} was started without pipes") };
         Ok((process, stdin, stdout))
     }
 
-    fn spawn(name: &str, command: &mut Command, log: &Path) -> Result<Process> {
-        let log_start = std::fs::metadata(log).map_or(0, |m| m.len());
+    fn spawn(name: &str, command: &mut Command, log: Option<&Path>) -> Result<Process> {
+        let log_start = log.and_then(|log| std::fs::metadata(log).ok()).map_or(0, |m| m.len());
         let program = command.get_program().to_owned();
         let child = command
             .process_group(0)
@@ -72,7 +81,7 @@ impl Process {
             name: name.to_owned(),
             child,
             group,
-            log: log.to_path_buf(),
+            log: log.map(Path::to_path_buf),
             log_start,
             started: Instant::now(),
             over: false,
@@ -117,7 +126,7 @@ impl Process {
     pub async fn finish(mut self) -> Result<Duration> {
         let mut told = Instant::now();
         while !self.has_ended() {
-            if told.elapsed() > PROGRESS {
+            if self.log.is_some() && told.elapsed() > PROGRESS {
                 told = Instant::now();
                 eprintln!("  ... {}, {} s so far", self.name, self.started.elapsed().as_secs());
             }
@@ -176,8 +185,9 @@ impl Process {
 
     /// The end of what it wrote, for an error message.
     fn tail(&self) -> String {
+        let Some(log) = &self.log else { return "What it wrote is above.".into() };
         let read = || -> std::io::Result<String> {
-            let mut file = File::open(&self.log)?;
+            let mut file = File::open(log)?;
             let end = file.metadata()?.len();
             file.seek(SeekFrom::Start(self.log_start.max(end.saturating_sub(TAIL_BYTES))))?;
             let mut bytes = Vec::new();
@@ -185,8 +195,8 @@ impl Process {
             Ok(String::from_utf8_lossy(&bytes).into_owned())
         };
         match read() {
-            Ok(text) => format!("The end of {}:\n{}", self.log.display(), text.trim_end()),
-            Err(error) => format!("Its log {} cannot be read: {error}", self.log.display()),
+            Ok(text) => format!("The end of {}:\n{}", log.display(), text.trim_end()),
+            Err(error) => format!("Its log {} cannot be read: {error}", log.display()),
         }
     }
 }
@@ -201,7 +211,11 @@ fn open_log(log: &Path) -> Result<File> {
     if let Some(folder) = log.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    OpenOptions::new().create(true).append(true).open(log).with_context(|| format!("{} cannot be written", log.display()))
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .with_context(|| format!("{} cannot be written", log.display()))
 }
 
 /// Resolves with the name of the first signal that asks us to end: Ctrl-C, SIGTERM or a closed terminal.
@@ -240,7 +254,8 @@ mod tests {
     #[test]
     fn a_dropped_process_takes_its_children_along() -> Result<()> {
         let log = scratch("children.log");
-        let process = Process::start("tree", &mut shell("trap '' TERM; sleep 600 & echo $!; trap 'exit 0' TERM; wait"), &log)?;
+        let process =
+            Process::start("tree", &mut shell("trap '' TERM; sleep 600 & echo $!; trap 'exit 0' TERM; wait"), &log)?;
         let group = process.group;
         while std::fs::read_to_string(&log)?.is_empty() {
             std::thread::sleep(LOOK);

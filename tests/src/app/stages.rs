@@ -1,0 +1,96 @@
+//! `cargo verify`: everything that proves kvatlas right, in stages.
+
+use crate::app::{Demo, demo};
+use crate::config::Places;
+use crate::edge::install;
+use crate::edge::process::Process;
+use anyhow::{Result, bail};
+use std::process::Command;
+use std::time::Instant;
+
+/// What is verified, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Stage {
+    /// `cargo fmt --check`, where rustfmt is installed.
+    Format,
+    /// `cargo clippy` without a warning, where clippy is installed.
+    Clippy,
+    /// `cargo test --workspace`.
+    Rust,
+    /// The wheel, and the Python tests against it.
+    Python,
+    /// `cargo demo --check`.
+    E2e,
+}
+
+/// What `cargo verify` does.
+#[derive(Debug, clap::Parser)]
+#[command(name = "cargo verify", about = "All tests: Rust, Python against the built wheel, and the real run, judged")]
+pub struct Verify {
+    /// Only these stages; all of them when none is given.
+    #[arg(long)]
+    pub stage: Vec<Stage>,
+}
+
+/// Runs the stages. One that fails does not stop the others.
+///
+/// # Errors
+/// When a stage fails; they are named.
+pub async fn verify(verify: Verify) -> Result<()> {
+    let places = Places::from_env()?;
+    let all = [Stage::Format, Stage::Clippy, Stage::Rust, Stage::Python, Stage::E2e];
+    let mut lines = Vec::new();
+    let mut failed = Vec::new();
+    for stage in all.into_iter().filter(|s| verify.stage.is_empty() || verify.stage.contains(s)) {
+        eprintln!("\n==== {stage:?}");
+        let begun = Instant::now();
+        let outcome = run(&places, stage).await;
+        let word = match &outcome {
+            Ok(true) => "ok",
+            Ok(false) => "not installed, left out",
+            Err(error) => {
+                eprintln!("{error:#}");
+                failed.push(format!("{stage:?}"));
+                "FAILED"
+            }
+        };
+        lines.push(format!("{:<8} {:>6.1} s  {word}", format!("{stage:?}"), begun.elapsed().as_secs_f64()));
+    }
+    println!("\n{}", lines.join("\n"));
+    if !failed.is_empty() {
+        bail!("stages that failed: {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+/// False when the tool of the stage is not installed.
+async fn run(places: &Places, stage: Stage) -> Result<bool> {
+    match stage {
+        Stage::Format if !has(places, "fmt") => return Ok(false),
+        Stage::Format => cargo(places, &["fmt", "--all", "--check"]).await?,
+        Stage::Clippy if !has(places, "clippy") => return Ok(false),
+        Stage::Clippy => {
+            cargo(places, &["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]).await?;
+        }
+        Stage::Rust => cargo(places, &["test", "--workspace"]).await?,
+        Stage::Python => {
+            install::engines(places).await?;
+            install::wheel(places).await?;
+            let mut command = Command::new(places.python());
+            command.current_dir(&places.root).args(["-m", "pytest", "-p", "no:cacheprovider", "tests/python"]);
+            Process::show("pytest", &mut command)?.finish().await?;
+        }
+        Stage::E2e => demo(Demo { check: true, setup: false }).await?,
+    }
+    Ok(true)
+}
+
+fn has(places: &Places, tool: &str) -> bool {
+    Command::new(&places.cargo).args([tool, "--version"]).output().is_ok_and(|output| output.status.success())
+}
+
+async fn cargo(places: &Places, arguments: &[&str]) -> Result<()> {
+    let mut command = Command::new(&places.cargo);
+    command.current_dir(&places.root).args(arguments);
+    Process::show(&format!("cargo {}", arguments[0]), &mut command)?.finish().await.map(|_| ())
+}
