@@ -4,15 +4,15 @@
 //! known here, with both names of every block, so the pool's content can be said in fingerprints.
 
 use proto::block::{Fingerprint, chain};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
 /// All blocks that can be in a pool, by both names.
 #[derive(Debug)]
 pub struct Known {
     root: Fingerprint,
     block_size: usize,
-    /// The engine's hash -> fingerprint, and the fingerprint that it follows.
-    names: HashMap<Vec<u8>, (Fingerprint, Fingerprint)>,
+    /// The engine's hash -> fingerprint.
+    names: HashMap<Vec<u8>, Fingerprint>,
     /// Fingerprints of each sequence.
     chains: BTreeSet<Vec<Fingerprint>>,
 }
@@ -22,20 +22,20 @@ pub struct Known {
 pub struct Compared {
     /// Reachable blocks of the pool.
     pub held: u64,
-    /// Held, and not credited by the index.
+    /// Held, and not in the index's set.
     pub missing: u64,
-    /// Credited by the index, and not held.
+    /// In the index's set, and not held.
     pub surplus: u64,
     /// Cached in the pool, and of no sequence that was sent.
     pub strange: u64,
-    /// By how much the index's own count of the engine's blocks differs from the pool's.
-    pub miscounted: u64,
+    /// Blocks by which the index's answers to lookups differ from what is held.
+    pub misjudged: u64,
 }
 
 impl Compared {
     /// Everything that is not as it should be.
     pub fn wrong(&self) -> u64 {
-        self.missing + self.surplus + self.strange + self.miscounted
+        self.missing + self.surplus + self.strange + self.misjudged
     }
 }
 
@@ -51,11 +51,7 @@ impl Known {
         if fingerprints.len() != hashes.len() {
             return false;
         }
-        let mut parent = self.root;
-        for (fingerprint, hash) in fingerprints.iter().zip(hashes) {
-            self.names.insert(hash.clone(), (*fingerprint, parent));
-            parent = *fingerprint;
-        }
+        self.names.extend(hashes.iter().cloned().zip(fingerprints.iter().copied()));
         self.chains.insert(fingerprints);
         true
     }
@@ -65,30 +61,36 @@ impl Known {
         self.chains.iter().map(Vec::as_slice)
     }
 
-    /// Compares the hashes in an engine's pool with what the index says: `depths` are the leading blocks that it
-    /// credits of each of [`Known::chains`], in that order, and `counted` is how many blocks it says the engine has.
-    pub fn compare<'a>(&self, pool: impl Iterator<Item = &'a [u8]>, depths: &[u32], counted: u64) -> Compared {
-        let mut resident = BTreeMap::new();
+    /// Compares the hashes in an engine's pool with what the index says: `published` is its set for the engine, and
+    /// `depths` are the leading blocks that it answers for each of [`Known::chains`], in that order.
+    pub fn compare<'a>(
+        &self,
+        pool: impl Iterator<Item = &'a [u8]>,
+        published: &BTreeSet<Fingerprint>,
+        depths: &[u32],
+    ) -> Compared {
+        let mut resident = BTreeSet::new();
         let mut strange = BTreeSet::new();
         for hash in pool {
             match self.names.get(hash) {
-                Some((fingerprint, parent)) => drop(resident.insert(*fingerprint, *parent)),
-                None => drop(strange.insert(hash)),
-            }
+                Some(fingerprint) => resident.insert(*fingerprint),
+                None => strange.insert(hash),
+            };
         }
         // Reachable: resident, and so is everything before it. A sequence names its blocks in order.
         let mut held = BTreeSet::new();
-        for chain in self.chains() {
-            held.extend(chain.iter().take_while(|fp| resident.contains_key(fp)));
+        let mut misjudged = 0;
+        for (chain, answered) in self.chains().zip(depths) {
+            let depth = chain.iter().take_while(|fp| resident.contains(fp)).count();
+            held.extend(&chain[..depth]);
+            misjudged += (depth as u64).abs_diff(u64::from(*answered));
         }
-        let credited: BTreeSet<Fingerprint> =
-            self.chains().zip(depths).flat_map(|(chain, depth)| chain.iter().take(*depth as usize)).copied().collect();
         Compared {
             held: held.len() as u64,
-            missing: held.difference(&credited).count() as u64,
-            surplus: credited.difference(&held).count() as u64,
+            missing: held.difference(published).count() as u64,
+            surplus: published.difference(&held).count() as u64,
             strange: strange.len() as u64,
-            miscounted: counted.abs_diff(held.len() as u64),
+            misjudged,
         }
     }
 }
@@ -108,32 +110,36 @@ mod tests {
         known
     }
 
-    /// Depths of the two sequences, by length: 3 blocks and 2.
-    fn depths(known: &Known, long: u32, short: u32) -> Vec<u32> {
-        known.chains().map(|c| if c.len() == 3 { long } else { short }).collect()
-    }
-
-    fn compare(pool: &[&str], long: u32, short: u32, counted: u64) -> Compared {
+    /// Compares a pool with a set in which `long` leading blocks of the sequence a b c and `short` of a d are.
+    fn compare(pool: &[&str], long: u32, short: u32) -> Compared {
         let known = known();
-        known.compare(pool.iter().map(|h| h.as_bytes()), &depths(&known, long, short), counted)
+        let depths: Vec<u32> = known.chains().map(|c| if c.len() == 3 { long } else { short }).collect();
+        let published = known.chains().zip(&depths).flat_map(|(c, depth)| c[..*depth as usize].to_vec()).collect();
+        known.compare(pool.iter().map(|h| h.as_bytes()), &published, &depths)
     }
 
     #[test]
     fn equal_sets_are_equal() {
-        assert_eq!(compare(&["a", "b", "d"], 2, 2, 3), Compared { held: 3, ..Default::default() });
+        assert_eq!(compare(&["a", "b", "d"], 2, 2), Compared { held: 3, ..Default::default() });
     }
 
     #[test]
     fn an_orphan_is_not_held() {
-        assert_eq!(compare(&["a", "c"], 1, 1, 1), Compared { held: 1, ..Default::default() });
+        assert_eq!(compare(&["a", "c"], 1, 1), Compared { held: 1, ..Default::default() });
     }
 
     #[test]
     fn every_difference_shows() {
-        assert_eq!(compare(&["a", "b"], 1, 1, 2).wrong(), 1, "b is missing");
-        assert_eq!(compare(&["a"], 1, 2, 1).wrong(), 1, "d is credited");
-        assert_eq!(compare(&["a", "x"], 1, 1, 1).wrong(), 1, "x is of no sequence");
-        assert_eq!(compare(&["a"], 1, 1, 2).wrong(), 1, "the index counts a block that no sequence has");
+        let wrong = |missing, surplus, strange, misjudged| Compared { held: 0, missing, surplus, strange, misjudged };
+        let found = |pool, long, short| Compared { held: 0, ..compare(pool, long, short) };
+        assert_eq!(found(&["a", "b"], 1, 1), wrong(1, 0, 0, 1), "b is missing");
+        assert_eq!(found(&["a"], 1, 2), wrong(0, 1, 0, 1), "d is surplus");
+        assert_eq!(found(&["a", "x"], 1, 1), wrong(0, 0, 1, 0), "x is of no sequence");
+        let known = known();
+        let (set, pool) = (known.chains().flat_map(|c| c[..1].to_vec()).chain([77]).collect(), [b"a".as_slice()]);
+        let compared = known.compare(pool.into_iter(), &set, &[1, 1]);
+        assert_eq!(compared, Compared { held: 1, surplus: 1, ..Default::default() }, "a block that no sequence has");
+        assert_eq!(compared.wrong(), 1);
     }
 
     #[test]

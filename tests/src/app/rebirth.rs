@@ -19,7 +19,7 @@ const UNCREDITED: Duration = Duration::from_secs(10);
 pub async fn run(running: &mut Running, journal: &mut Journal, known: &Known, chats: &mut [Chat]) -> Result<()> {
     let views = running.views().await?;
     let Some((victim, _)) = (0..running.plan.engines.len())
-        .filter_map(|n| Some((n, views.iter().find(|v| v.id() == running.plan.engines[n].id())?.gpu_blocks)))
+        .filter_map(|n| Some((n, views.iter().find(|v| v.engine == running.plan.engines[n].id())?.gpu_blocks)))
         .max_by_key(|(_, blocks)| *blocks)
     else {
         bail!("the index knows no engine")

@@ -50,12 +50,14 @@ pub async fn audit(running: &Running, journal: &mut Journal, known: &Known) -> R
     for (number, ports) in running.plan.engines.iter().enumerate() {
         let pool = agent::pool(&format!("tcp://{}", local(ports.control))).await?;
         let view = running.view(number).await?;
+        let unnamed = view.unnamed.unwrap_or(0);
+        let published = running.published(number).await?;
         let depths = depths(running, known, number).await?;
-        let compared = known.compare(pool.iter().map(Vec::as_slice), &depths, view.gpu_blocks);
-        println!("{}: {compared:?}, {} unnamed", ports.id(), view.unnamed);
+        let compared = known.compare(pool.iter().map(Vec::as_slice), &published, &depths);
+        println!("{}: {compared:?}, {unnamed} unnamed", ports.id());
         journal.report.engines += 1;
         journal.report.wrong_blocks += compared.wrong();
-        journal.report.unnamed += view.unnamed;
+        journal.report.unnamed += unnamed;
         if compared.held == 0 {
             journal.faults.push(format!("{} holds nothing after all this: the comparison proves nothing", ports.id()));
         }

@@ -9,8 +9,10 @@ use crate::edge::process::Process;
 use crate::edge::{http, install, parts};
 use crate::plan::{MODEL, Plan, local};
 use anyhow::{Context, Result, bail};
+use proto::block::Fingerprint;
 use serde::Deserialize;
 use serde_json::json;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,29 +26,20 @@ const LOOK: Duration = Duration::from_millis(20);
 /// One engine in `GET /v1/engines`, as far as it is read here.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct View {
-    /// Name in the fleet.
+    /// `name.rank`.
     pub engine: String,
-    /// Data-parallel rank.
-    pub rank: u32,
     /// How far the index trusts its data.
     pub state: String,
     /// Process life.
     pub epoch: Option<String>,
     /// Blocks reachable on GPU.
     pub gpu_blocks: u64,
-    /// Cached blocks whose tokens the agent does not know.
-    pub unnamed: u64,
+    /// Cached blocks whose tokens the agent does not know; absent before the first heartbeat, as what follows.
+    pub unnamed: Option<u64>,
     /// Requests running.
-    pub running: u64,
+    pub running: Option<u64>,
     /// Requests waiting.
-    pub waiting: u64,
-}
-
-impl View {
-    /// `name.rank`.
-    pub fn id(&self) -> String {
-        format!("{}.{}", self.engine, self.rank)
-    }
+    pub waiting: Option<u64>,
 }
 
 /// The running parts. When dropped all are asked to stop at once, then waited for.
@@ -113,8 +106,19 @@ impl Running {
     pub async fn view(&self, engine: usize) -> Result<View> {
         let id = self.plan.engines[engine].id();
         let mut views = self.views().await?;
-        views.retain(|v| v.id() == id);
+        views.retain(|v| v.engine == id);
         views.pop().with_context(|| format!("the index does not know {id}"))
+    }
+
+    /// All fingerprints that the index holds for one engine on GPU.
+    ///
+    /// # Errors
+    /// When it does not answer, or not that.
+    pub async fn published(&self, engine: usize) -> Result<BTreeSet<Fingerprint>> {
+        let path = format!("/v1/engines/{}/blocks", self.plan.engines[engine].id());
+        let answer = http::get(local(self.plan.index_http), &path).await?;
+        let blocks: Vec<String> = serde_json::from_value(answer["blocks"].clone()).context(path)?;
+        blocks.iter().map(|fp| fp.parse().with_context(|| format!("{fp:?} is no fingerprint"))).collect()
     }
 
     /// Waits until the index is in step with every engine; how long that took.
@@ -130,7 +134,7 @@ impl Running {
     /// # Errors
     /// When that is not so within [`SETTLE`].
     pub async fn at_rest(&self) -> Result<Duration> {
-        let rests = |v: &View| v.state == "in_step" && v.running == 0 && v.waiting == 0;
+        let rests = |v: &View| v.state == "in_step" && v.running == Some(0) && v.waiting == Some(0);
         self.settled("every engine to be at rest and in step", rests).await
     }
 

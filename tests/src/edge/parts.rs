@@ -80,7 +80,11 @@ pub async fn picker(places: &Places, plan: &Plan) -> Result<Process> {
 async fn program(places: &Places, name: &str, config: &Value, http_port: u16) -> Result<Process> {
     let file = write(places, &format!("{name}.yaml"), &config.to_string())?;
     let mut command = Command::new(places.programs.join(format!("kvatlas-{name}")));
-    command.arg("--config").arg(file).env_remove("KVATLAS_LOG").env_remove("EPP_LOG_LEVEL");
+    command.arg("--config").arg(file);
+    // The file is all that counts, whatever this shell has set.
+    for name in ["KVATLAS_LOG", "EPP_LOG_LEVEL", "KVATLAS_SEED"] {
+        command.env_remove(name);
+    }
     let mut process = Process::start(name, &mut command, &places.logs().join(format!("{name}.log")))?;
     process.ready(PART_LIMIT, async || http::is_ok(local(http_port), "/healthz").await).await?;
     Ok(process)
