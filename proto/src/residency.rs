@@ -122,6 +122,11 @@ impl Residency {
         self.nodes.len() - self.free.len()
     }
 
+    /// Is a copy of this block resident, reachable or not?
+    pub fn is_resident(&self, fp: Fingerprint) -> bool {
+        self.blocks.get(&fp).is_some_and(|&at| self.node(at).copies > 0)
+    }
+
     /// Is this block reachable?
     pub fn is_reachable(&self, fp: Fingerprint) -> bool {
         self.blocks.get(&fp).is_some_and(|&at| self.node(at).reachable)
