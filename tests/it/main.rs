@@ -3,4 +3,5 @@
 mod concurrency;
 mod find;
 mod r#gen;
+mod recordings;
 mod residency;
