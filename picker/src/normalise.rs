@@ -153,12 +153,8 @@ fn message(message: &Json<'_>, format: ContentFormat) -> Result<Message, NoPromp
         }
     }
     if role == "developer" {
-        if message.given("tools").is_some() {
-            return Err(
-                NotExact { label: "template", detail: "a developer message with tools of its own".into() }.into()
-            );
-        }
-        rest.push(("tools", Value::from(())));
+        // Checked by another type than the tools of the request: nothing is added, nothing dropped.
+        rest.push(("tools", message.get("tools").map_or(Ok(Value::from(())), developer_tools)?));
     }
     Ok(Message { role: role.to_owned(), content, rest })
 }
@@ -311,6 +307,24 @@ fn with_extras(known: Vec<(&str, Value)>, whole: &Json<'_>) -> Result<Value, Not
         }
     }
     Ok(Value::from_pairs(out))
+}
+
+fn developer_tools(tools: &Json<'_>) -> Result<Value, NoPrompt> {
+    let Json::List(list) = tools else {
+        return if *tools == Json::Null { Ok(Value::from(())) } else { refused("tools must be a list") };
+    };
+    let one = |tool: &Json<'_>| -> Result<Value, NoPrompt> {
+        let Some(function) = tool.get("function") else { return refused("a tool has no function") };
+        let mut known = Vec::new();
+        for field in ["name", "description", "parameters", "strict"] {
+            if let Some(member) = function.get(field) {
+                known.push((field, value(member)?));
+            }
+        }
+        let function = with_extras(known, function)?;
+        Ok(with_extras(vec![("function", function), ("type", Value::from("function"))], tool)?)
+    };
+    Ok(Value::from(list.iter().map(one).collect::<Result<Vec<_>, _>>()?))
 }
 
 /// Developer messages for templates that do not know them: they become system messages, and all system messages become

@@ -3,5 +3,6 @@
 mod concurrency;
 mod find;
 mod r#gen;
+mod parity;
 mod recordings;
 mod residency;
