@@ -6,3 +6,4 @@ mod r#gen;
 mod parity;
 mod recordings;
 mod residency;
+mod tidy;

@@ -6,6 +6,7 @@
 //! * [`edge`]: processes, downloads, sockets.
 //! * [`app`]: `cargo demo`.
 //! * [`naive`], [`seeded`]: models and random worlds that the tests compare with.
+//! * [`rust_source`]: what the house rules read of a source file.
 
 pub mod app;
 pub mod config;
@@ -16,5 +17,6 @@ pub mod holdings;
 pub mod naive;
 pub mod plan;
 pub mod report;
+pub mod rust_source;
 pub mod seeded;
 pub mod talk;
