@@ -326,3 +326,116 @@ pub fn fingerprints(tokens: &[u32], namespace: Namespace<'_>, seed: u64, block_s
     let root = block::root(namespace, seed);
     Fingerprints { root, blocks: block::chain(root, block_size, tokens) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::Limits;
+    use serde_json::json;
+
+    const TOKENIZER: &str = include_str!("../../tests/golden/tokenizer/tokenizer.json");
+    const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+
+    /// The demo's tokenizer, made to begin with a BOS token.
+    fn bundle(template: Option<&str>) -> Bundle {
+        let mut tokenizer: serde_json::Value = serde_json::from_str(TOKENIZER).expect("JSON");
+        tokenizer["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+        });
+        Bundle::from_texts(&tokenizer.to_string(), "{}", template, vec!["m".into()], 100).expect("a bundle")
+    }
+
+    fn run(bundle: &Bundle, kind: Kind, body: serde_json::Value) -> Result<Prompt, NoPrompt> {
+        let body = body.to_string();
+        let request = Request::parse(kind, body.as_bytes(), Limits::default()).expect("a body");
+        Renderer::load(bundle).expect("a renderer").tokens(&request, Now::default())
+    }
+
+    // Ids of transformers 5.19 for the same tokenizer: truncation=True, max_length=4, truncation_side=...
+    #[test]
+    fn truncation_keeps_the_bos_token() {
+        let mut bundle = bundle(None);
+        let mut ids = |side: &str, fields: serde_json::Value| {
+            bundle.truncation_side = Some(side.into());
+            let mut body = json!({"prompt": "one two three four five"});
+            body.as_object_mut().expect("an object").extend(fields.as_object().cloned().unwrap_or_default());
+            run(&bundle, Kind::Completions, body).map(|prompt| prompt.tokens)
+        };
+        let cut = json!({"truncate_prompt_tokens": 4});
+        let bare = json!({"truncate_prompt_tokens": 4, "add_special_tokens": false});
+        assert_eq!(ids("left", json!({})), Ok(vec![0, 565, 1069, 1719, 290, 1853, 290, 75, 376]));
+        assert_eq!(ids("left", cut.clone()), Ok(vec![0, 290, 75, 376]));
+        assert_eq!(ids("right", cut), Ok(vec![0, 565, 1069, 1719]));
+        assert_eq!(ids("left", bare.clone()), Ok(vec![1853, 290, 75, 376]));
+        assert_eq!(ids("right", bare), Ok(vec![565, 1069, 1719, 290]));
+        // A side in the request: the whole is tokenized, then cut.
+        assert_eq!(
+            ids("right", json!({"truncate_prompt_tokens": 3, "truncation_side": "left"})),
+            Ok(vec![290, 75, 376])
+        );
+    }
+
+    #[test]
+    fn before_an_image_the_text_is_known() {
+        let bundle = bundle(Some(TEMPLATE));
+        let text = |content: serde_json::Value| json!({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]});
+        let whole = run(&bundle, Kind::Chat, text("What is this?".into())).expect("a prompt");
+        let parts =
+            json!([{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]);
+        let prompt = run(&bundle, Kind::Chat, text(parts)).expect("a prompt");
+        assert!(whole.exact() && !prompt.exact());
+        assert_eq!(prompt.rest.as_ref().map(|rest| rest.label), Some("multimodal"));
+        // Up to the second <|im_start|>: what follows it may merge with the placeholder.
+        assert_eq!(prompt.tokens.iter().filter(|id| **id == 1).count(), 2);
+        assert_eq!(prompt.tokens.last(), Some(&1));
+        assert!(whole.tokens.starts_with(&prompt.tokens));
+        assert_eq!(prompt.length, whole.length);
+    }
+
+    #[test]
+    fn without_a_template_only_completions_are_exact() {
+        let none = bundle(None);
+        let chat = json!({"messages": [{"role": "user", "content": "x"}]});
+        assert!(matches!(
+            run(&none, Kind::Chat, chat.clone()),
+            Err(NoPrompt::NotExact(NotExact { label: "no_template", .. }))
+        ));
+        assert!(run(&none, Kind::Completions, json!({"prompt": "x"})).is_ok());
+        let bad = bundle(Some("{{ messages | wordcount }}"));
+        assert!(matches!(run(&bad, Kind::Chat, chat), Err(NoPrompt::NotExact(NotExact { label: "template", .. }))));
+    }
+
+    #[test]
+    fn a_model_that_is_never_exact_still_takes_ids() {
+        let bundle = Bundle { not_exact: Some("a Mistral tokenizer".into()), ..bundle(Some(TEMPLATE)) };
+        assert_eq!(run(&bundle, Kind::Completions, json!({"prompt": [1, 2]})).map(|p| p.tokens), Ok(vec![1, 2]));
+        let text = run(&bundle, Kind::Completions, json!({"prompt": "x"}));
+        assert!(matches!(text, Err(NoPrompt::NotExact(NotExact { label: "model", .. }))));
+    }
+
+    #[test]
+    fn too_long_is_refused() {
+        let long = run(&bundle(None), Kind::Completions, json!({"prompt": vec![1; 101]}));
+        assert!(matches!(long, Err(NoPrompt::Refused(_))));
+    }
+
+    #[test]
+    fn a_tokenizer_of_another_kind_is_refused() {
+        let mut bundle = bundle(None);
+        bundle.tokenizer =
+            json!({"version": "1.0", "added_tokens": [], "model": {"type": "Unigram", "vocab": [], "unk_id": 0}});
+        assert!(matches!(Renderer::load(&bundle), Err(NotExact { label: "tokenizer", .. })));
+    }
+
+    #[test]
+    fn fingerprints_follow_the_namespace() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let name = |salt| fingerprints(&tokens, Namespace { model: "m", adapter: "", salt }, 7, 16);
+        assert_eq!(name("").blocks, block::chain(name("").root, 16, &tokens));
+        assert_eq!(name("").blocks.len(), 2);
+        assert!(name("").blocks[0] != name("s").blocks[0]);
+    }
+}

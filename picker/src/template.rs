@@ -222,3 +222,138 @@ fn strftime_now(state: &mut State<'_, '_>, format: String) -> Result<String, Err
     std::fmt::write(&mut out, format_args!("{}", local.format(&format))).map_err(|_| fault())?;
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::json::{self, Json};
+    use crate::normalise::value;
+
+    const VARIABLES: &str = r#"{"x": {"k<": "é\"\\\u2028", "n": {"e": [], "o": {}, "f": 1e-7, "i": 100000000000000000000,
+        "b": true, "z": null}}, "f": 0.1, "s": "\u001c\u3000 a b\u001f\n", "s2": "banana"}"#;
+
+    fn render(source: &str, now: Now) -> Result<String, Unrendered> {
+        let Ok(Json::Object(members)) = json::parse(VARIABLES, 9) else { panic!("bad variables") };
+        let variables = members.iter().filter_map(|(name, json)| Some((name.to_string(), value(json).ok()?))).collect();
+        Template::compile(source).map_err(Unrendered::NotExact)?.render(variables, now)
+    }
+
+    // Second values: transformers.utils.chat_template_utils._compile_jinja_template(source).render(**variables),
+    // transformers 5.19, Jinja2 3.1.6.
+    #[test]
+    fn text_as_transformers_renders_it() {
+        for (source, text) in [
+            (
+                "{{ x | tojson }}",
+                "{\"k<\": \"é\\\"\\\\\u{2028}\", \"n\": {\"e\": [], \"o\": {}, \"f\": 1e-07, \"i\": 100000000000000000000, \"b\": true, \"z\": null}}",
+            ),
+            (
+                "{{ x | tojson(indent=2) }}",
+                "{\n  \"k<\": \"é\\\"\\\\\u{2028}\",\n  \"n\": {\n    \"e\": [],\n    \"o\": {},\n    \"f\": 1e-07,\n    \"i\": 100000000000000000000,\n    \"b\": true,\n    \"z\": null\n  }\n}",
+            ),
+            (
+                "{{ x | tojson(ensure_ascii=true) }}",
+                "{\"k<\": \"\\u00e9\\\"\\\\\\u2028\", \"n\": {\"e\": [], \"o\": {}, \"f\": 1e-07, \"i\": 100000000000000000000, \"b\": true, \"z\": null}}",
+            ),
+            (
+                "{{ x | tojson(separators=(',', ':'), sort_keys=true) }}",
+                "{\"k<\":\"é\\\"\\\\\u{2028}\",\"n\":{\"b\":true,\"e\":[],\"f\":1e-07,\"i\":100000000000000000000,\"o\":{},\"z\":null}}",
+            ),
+            (
+                "{{ x }}",
+                "{'k<': 'é\"\\\\\\u2028', 'n': {'e': [], 'o': {}, 'f': 1e-07, 'i': 100000000000000000000, 'b': True, 'z': None}}",
+            ),
+            (
+                "{{ f }} {{ [f, 'it\\'s', none, true] }} {{ {'a': (1,)} }}",
+                "0.1 [0.1, \"it's\", None, True] {'a': (1,)}",
+            ),
+            (
+                "{{ s.strip() | tojson }}{{ s | trim | tojson }}{{ s.lstrip() | tojson }}{{ s.rstrip() | tojson }}{{ s.split() }}",
+                "\"a b\"\"a b\"\"a b\\u001f\\n\"\"\\u001c\u{3000} a b\"['a', 'b']",
+            ),
+            (
+                "{{ 'xxaxx'.strip('x') }}{{ 'prefix-a'.removeprefix('prefix-') }}{{ 'a.txt'.removesuffix('.txt') }}{{ 'a,b,c'.split(',', 1) }}",
+                "aaa['a', 'b,c']",
+            ),
+            (
+                "{{ none is iterable }} {{ 'a' is iterable }} {{ {} is sequence }} {{ 'a' is sequence }} {{ 3 is iterable }}",
+                "False True True True False",
+            ),
+            ("a\n  {% if true %}\nb\n  {% endif %}\nc\n", "a\nb\nc"),
+            ("{%- generation -%} x {%- endgeneration %}y", "xy"),
+            ("line\r\nend\r\n", "line\nend"),
+            ("{{ 'é' | tojson }}{{ '</script>&\\u007f' | tojson }}", "\"é\"\"</script>&\u{7f}\""),
+            (
+                "{% for i in [1,2,3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% if loop.last %}.{% endif %}{% endfor %}",
+                "13.",
+            ),
+            (
+                "{{ {'b': 1, 'a': 2} | dictsort }} {{ {'b': 1, 'a': 2} | items | list }}",
+                "[('a', 2), ('b', 1)] [('b', 1), ('a', 2)]",
+            ),
+            ("{{ 'ab' * 2 }}{{ [1] + [2] }}{{ 'a' in 'abc' }}{{ 'x' ~ 1 ~ none ~ 1.0 }}", "abab[1, 2]Truex1None1.0"),
+            ("{{ undefined_thing }}|{{ undefined_thing is defined }}|{{ undefined_thing or 'd' }}", "|False|d"),
+            (
+                "{{ 'a\\nb' | indent(2) }}|{{ [1,2,3] | batch(2) | list }}|{{ x | length }}|{{ x.keys() | list }}|{{ x.get('zz', 'no') }}",
+                "a\n  b|[[1, 2], [3]]|2|['k<', 'n']|no",
+            ),
+            (
+                "{{ 'a' if false }}|{{ ['a','b'] | map('upper') | list }}|{{ [{'a':1},{'a':2}] | selectattr('a','gt',1) | list }}",
+                "|['A', 'B']|[{'a': 2}]",
+            ),
+            (
+                "{{ s2 | replace('a', 'b', 1) }}{{ s2.replace('a','') }}{{ s2.find('n') }}{{ s2.count('a') }}{{ s2.upper() }}{{ s2.startswith(('b','c')) }}",
+                "bbnanabnn23BANANATrue",
+            ),
+            (
+                "{% macro m(a, b='z') %}[{{ a }}{{ b }}]{% endmacro %}{{ m(1) }}{{ m(1, b=2) }}{{ m('q') | length }}",
+                "[1z][12]4",
+            ),
+            (
+                "{{ ' x ' | trim | upper }}{{ 'a\tb' | tojson }}{{ '\u{85}\u{1c}' | tojson }}{{ x | items | first }}{{ x | list }}",
+                "X\"a\\tb\"\"\u{85}\\u001c\"('k<', 'é\"\\\\\\u2028')['k<', 'n']",
+            ),
+        ] {
+            assert_eq!(render(source, Now::default()).as_deref(), Ok(text), "{source}");
+        }
+    }
+
+    #[test]
+    fn dates_are_those_of_the_zone_that_is_passed_in() {
+        let now = Now { unix_s: 1_796_081_405, offset_s: 3600 };
+        for (format, text) in [
+            ("%d %b %Y", "01 Dec 2026"),
+            ("%A, %B %-d", "Tuesday, December 1"),
+            ("%H:%M:%S %p %I %j %y", "00:30:05 AM 12 335 26"),
+        ] {
+            let source = format!("{{{{ strftime_now('{format}') }}}}");
+            assert_eq!(render(&source, now).as_deref(), Ok(text));
+        }
+        assert!(matches!(render("{{ strftime_now('%Q') }}", now), Err(Unrendered::NotExact(_))));
+    }
+
+    #[test]
+    fn a_template_may_refuse() {
+        let refused = render("{% if not x.y %}{{ raise_exception('no y in x') }}{% endif %}", Now::default());
+        assert_eq!(refused, Err(Unrendered::Refused("no y in x".into())));
+    }
+
+    #[test]
+    fn what_cannot_be_exact_says_so() {
+        for source in [
+            "{{ s | wordcount }}",
+            "{{ x is strange }}",
+            "{{ s.zfill(3) }}",
+            "{% broken %}",
+            "{{ nothing_of_that_name() }}",
+        ] {
+            assert!(matches!(render(source, Now::default()), Err(Unrendered::NotExact(_))), "{source}");
+        }
+    }
+
+    #[test]
+    fn rendering_has_fuel() {
+        let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ a * b }}{% endfor %}{% endfor %}";
+        assert!(matches!(render(endless, Now::default()), Err(Unrendered::NotExact(_))));
+    }
+}
