@@ -1,0 +1,366 @@
+//! The engines that requests may go to: the fleet list joined with what the index says of each.
+//!
+//! The list decides who exists; the index only adds knowledge. An engine of which nothing is known is a candidate like
+//! any other. Addresses come from the list alone, so nothing that the index says can send a request elsewhere.
+
+use proto::fleet::{Entry, Source};
+use proto::id::EngineId;
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// Most data-parallel ranks of one entry that become candidates. vLLM's largest deployments have 64 a node.
+pub const MAX_RANKS: u32 = 256;
+
+/// Largest block believed, in tokens: what an engine is checked with.
+pub const MAX_BLOCK_SIZE: u32 = 1 << 16;
+
+/// What the index thinks of an engine; see `EngineState` of the index's contract.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Provably equal to the engine's own set.
+    InStep,
+    /// Waiting for a snapshot.
+    Syncing,
+    /// Three heartbeats missed.
+    Late,
+    /// Silent long enough to be credited nothing.
+    Stale,
+    /// A native stream with a hole.
+    Partial,
+    /// Silent for the lease: picked only if nobody else is left.
+    Silent,
+    /// Another seed, block size or version.
+    Mismatched,
+    /// Another process speaks under this name.
+    Conflict,
+    /// Dropped for the index's byte budget.
+    Shed,
+}
+
+impl State {
+    /// Whether it is credited no cache and counts as fully loaded.
+    pub fn uncredited(self) -> bool {
+        matches!(self, State::Stale | State::Silent | State::Mismatched)
+    }
+}
+
+/// How busy an engine is.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Load {
+    /// Requests running.
+    pub running: u32,
+    /// Requests waiting.
+    pub waiting: u32,
+    /// Placements of all pickers that the engine has not yet seen arrive.
+    pub reserved: u32,
+    /// Prompt tokens of those, less what is cached.
+    pub reserved_tokens: u64,
+    /// Prompt tokens admitted and not yet computed.
+    pub backlog_tokens: u64,
+    /// Share of KV blocks in use, 0 to 1.
+    pub kv_use: f32,
+    /// Most requests at once, 0 if unknown.
+    pub max_num_seqs: u32,
+    /// GPU utilization, 0 to 1, where measured.
+    pub gpu_utilization: Option<f32>,
+    /// 1 healthy, 0 failed.
+    pub health: f32,
+    /// Takes no new requests.
+    pub draining: bool,
+    /// Sleeps; its cache is gone.
+    pub asleep: bool,
+    /// Adapters loaded.
+    pub adapters: Vec<String>,
+}
+
+/// What the index knows of one engine.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Knowledge {
+    /// Its state.
+    pub state: State,
+    /// Why it is mismatched, in conflict or shed.
+    pub reason: String,
+    /// Served names; the first is the namespace's model.
+    pub models: Vec<String>,
+    /// Tokens a block, 0 when unknown.
+    pub block_size: u32,
+    /// Its load when the event was made.
+    pub load: Load,
+    /// Digest of its bundle, "" for none.
+    pub bundle: String,
+    /// Data-parallel size of its deployment.
+    pub dp_size: u32,
+    /// [`proto::block::check`] as the engine computes it.
+    pub check: u64,
+}
+
+/// One engine: an address and, with data parallelism, one rank behind it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Engine {
+    /// `name.rank`.
+    pub id: Arc<str>,
+    /// The entry's name: the pod.
+    pub pod: Arc<str>,
+    /// The rank to ask for; `None` where the address has only one.
+    pub rank: Option<u32>,
+    /// Where its HTTP is.
+    pub address: SocketAddr,
+    /// Agent or native.
+    pub source: Source,
+    /// Labels of the list.
+    pub labels: Arc<BTreeMap<String, String>>,
+    /// What the index knows, if anything. Models and sizes stay known when the index is away.
+    pub known: Option<Arc<Knowledge>>,
+    /// Base model by the list, where the stream does not say it.
+    pub model: Option<String>,
+}
+
+impl Engine {
+    /// The model of its namespace, when known.
+    pub fn base_model(&self) -> Option<&str> {
+        self.model.as_deref().or_else(|| self.known.as_ref()?.models.first().map(String::as_str))
+    }
+
+    /// Whether it serves a model under this name; `None` when its models are unknown.
+    pub fn serves(&self, name: &str) -> Option<bool> {
+        match &self.known {
+            Some(known) if !known.models.is_empty() => {
+                Some(known.models.iter().any(|m| m == name) || self.model.as_deref() == Some(name))
+            }
+            _ => self.model.as_ref().map(|m| m == name),
+        }
+    }
+
+    /// Whether it has an adapter of this name loaded.
+    pub fn has_adapter(&self, name: &str) -> bool {
+        self.known.as_ref().is_some_and(|known| known.load.adapters.iter().any(|a| a == name))
+    }
+}
+
+/// A moment of the pool, shared by all requests.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Pool {
+    /// By id.
+    pub engines: Vec<Arc<Engine>>,
+    /// Whether the index is followed now: loads and states are of the present.
+    pub live: bool,
+}
+
+/// What a name in a request means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Meaning {
+    /// A base model, under its first name.
+    Base(String),
+    /// An adapter on a base model.
+    Adapter {
+        /// The base model's first name.
+        base: String,
+        /// The adapter.
+        adapter: String,
+    },
+    /// Nobody is known to serve it.
+    Unknown,
+}
+
+impl Pool {
+    /// What a model name means. `adapters` are those of the configuration: (adapter, base).
+    pub fn meaning(&self, name: &str, adapters: &[(String, String)]) -> Meaning {
+        for engine in &self.engines {
+            if engine.serves(name) == Some(true)
+                && let Some(base) = engine.base_model()
+            {
+                return Meaning::Base(base.to_owned());
+            }
+        }
+        let configured = adapters.iter().find(|(adapter, _)| adapter == name).map(|(_, base)| base.clone());
+        let base = configured.or_else(|| {
+            let engine = self.engines.iter().find(|engine| engine.has_adapter(name))?;
+            engine.base_model().map(str::to_owned)
+        });
+        match base {
+            Some(base) => Meaning::Adapter { base, adapter: name.to_owned() },
+            None => Meaning::Unknown,
+        }
+    }
+
+    /// The one base model of the pool, for requests that name none.
+    pub fn only_model(&self) -> Option<&str> {
+        let mut models = self.engines.iter().filter_map(|engine| engine.base_model());
+        let first = models.next()?;
+        models.all(|model| model == first).then_some(first)
+    }
+}
+
+/// The pool's two sources, joined on demand.
+#[derive(Debug, Clone, Default)]
+pub struct Sources {
+    entries: Vec<Entry>,
+    known: HashMap<String, Arc<Knowledge>>,
+    live: bool,
+    seed: u64,
+}
+
+impl Sources {
+    /// Nothing known yet. `seed`: the deployment's, to see whether an engine hashes as this picker does.
+    pub fn new(seed: u64) -> Sources {
+        Sources { seed, ..Sources::default() }
+    }
+
+    /// An engine whose own check differs from this picker's would never be matched: better to say so.
+    fn checked(&self, mut knowledge: Knowledge) -> Knowledge {
+        if let (Some(model), true, false) = (knowledge.models.first(), knowledge.block_size > 0, knowledge.check == 0)
+            && knowledge.block_size <= MAX_BLOCK_SIZE
+            && proto::block::check(model, self.seed, knowledge.block_size) != knowledge.check
+        {
+            knowledge.state = State::Mismatched;
+            knowledge.reason = "it hashes with another seed or version than this picker".into();
+        }
+        knowledge
+    }
+
+    /// Replaces the fleet list (already checked by [`proto::fleet::check`]).
+    pub fn fleet(&mut self, entries: Vec<Entry>) {
+        self.entries = entries;
+    }
+
+    /// Takes what the index says. `whole`: what is not told is no longer known.
+    pub fn told(&mut self, engines: Vec<(String, Knowledge)>, gone: &[String], whole: bool) {
+        if whole {
+            self.known.clear();
+        }
+        // Only names of the list are kept, so the index cannot make this grow.
+        for (id, knowledge) in engines {
+            if id.parse::<EngineId>().is_ok_and(|id| self.entries.iter().any(|e| e.name == id.name)) {
+                self.known.insert(id, Arc::new(self.checked(knowledge)));
+            }
+        }
+        for id in gone {
+            self.known.remove(id);
+        }
+        self.live = true;
+    }
+
+    /// The index is away: names and sizes stay known, loads do not.
+    pub fn away(&mut self) {
+        self.live = false;
+    }
+
+    /// The pool of this moment.
+    pub fn pool(&self) -> Pool {
+        let mut engines = Vec::with_capacity(self.entries.len());
+        for entry in &self.entries {
+            // An entry without an address is for the index alone.
+            let Some(address) = entry.address.as_deref().and_then(|a| a.parse().ok()) else { continue };
+            let labels = Arc::new(entry.labels.clone());
+            let first = self.known.get(&EngineId::new(entry.name.as_str(), 0).to_string());
+            let ranks = first.map_or(1, |known| known.dp_size.clamp(1, MAX_RANKS));
+            for rank in 0..ranks {
+                let id = EngineId::new(entry.name.as_str(), rank).to_string();
+                engines.push(Arc::new(Engine {
+                    known: self.known.get(&id).cloned(),
+                    id: id.into(),
+                    pod: entry.name.as_str().into(),
+                    rank: (ranks > 1).then_some(rank),
+                    address,
+                    source: entry.source,
+                    labels: Arc::clone(&labels),
+                    model: entry.model.clone(),
+                }));
+            }
+        }
+        engines.sort_by(|a, b| a.id.cmp(&b.id));
+        Pool { engines, live: self.live }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, port: u16) -> Entry {
+        let yaml = format!("{{\"name\":\"{name}\",\"address\":\"127.0.0.1:{port}\"}}");
+        serde_json::from_str(&yaml).unwrap_or_else(|e| panic!("{yaml}: {e}"))
+    }
+
+    fn knowledge(models: &[&str], dp_size: u32) -> Knowledge {
+        Knowledge {
+            state: State::InStep,
+            reason: String::new(),
+            models: models.iter().map(|m| (*m).into()).collect(),
+            block_size: 16,
+            load: Load { health: 1.0, adapters: vec!["lora".into()], ..Load::default() },
+            bundle: String::new(),
+            dp_size,
+            check: 0,
+        }
+    }
+
+    #[test]
+    fn an_engine_without_knowledge_is_a_candidate() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("b", 2), entry("a", 1)]);
+        let pool = sources.pool();
+        assert_eq!(pool.engines.iter().map(|e| &*e.id).collect::<Vec<_>>(), ["a.0", "b.0"]);
+        assert!(pool.engines.iter().all(|e| e.known.is_none() && e.rank.is_none()));
+        assert_eq!(pool.meaning("tiny", &[]), Meaning::Unknown);
+    }
+
+    #[test]
+    fn the_index_cannot_add_engines() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("a", 1)]);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1)), ("evil.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        assert_eq!(sources.pool().engines.len(), 1);
+        assert_eq!(sources.known.len(), 1);
+    }
+
+    #[test]
+    fn another_seed_is_a_mismatch() {
+        for (seed, state) in [(7, State::InStep), (8, State::Mismatched)] {
+            let mut sources = Sources::new(seed);
+            sources.fleet(vec![entry("a", 1)]);
+            let told = Knowledge { check: proto::block::check("tiny", 7, 16), ..knowledge(&["tiny"], 1) };
+            sources.told(vec![("a.0".into(), told)], &[], true);
+            assert_eq!(sources.pool().engines[0].known.as_ref().map(|k| k.state), Some(state));
+        }
+    }
+
+    #[test]
+    fn ranks_share_an_address_and_are_named() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("a", 1)]);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 2)), ("a.1".into(), knowledge(&["tiny"], 2))], &[], true);
+        let pool = sources.pool();
+        let ranks: Vec<_> = pool.engines.iter().map(|e| (&*e.id, e.rank, e.address.port())).collect();
+        assert_eq!(ranks, [("a.0", Some(0), 1), ("a.1", Some(1), 1)]);
+    }
+
+    #[test]
+    fn names_mean_models_or_adapters() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("a", 1)]);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny", "alias"], 1))], &[], true);
+        let pool = sources.pool();
+        assert_eq!(pool.meaning("alias", &[]), Meaning::Base("tiny".into()));
+        assert_eq!(pool.meaning("lora", &[]), Meaning::Adapter { base: "tiny".into(), adapter: "lora".into() });
+        let configured = [("cold".to_string(), "tiny".to_string())];
+        assert_eq!(pool.meaning("cold", &configured), Meaning::Adapter { base: "tiny".into(), adapter: "cold".into() });
+        assert_eq!(pool.meaning("other", &configured), Meaning::Unknown);
+        assert_eq!(pool.only_model(), Some("tiny"));
+    }
+
+    #[test]
+    fn what_is_gone_or_untold_is_unknown_again() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("a", 1), entry("b", 2)]);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1)), ("b.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        sources.told(vec![], &["b.0".into()], false);
+        assert_eq!(sources.pool().engines.iter().map(|e| e.known.is_some()).collect::<Vec<_>>(), [true, false]);
+        sources.away();
+        assert!(!sources.pool().live);
+        sources.told(vec![], &[], true);
+        assert!(sources.pool().engines.iter().all(|e| e.known.is_none()));
+    }
+}
