@@ -77,7 +77,9 @@ impl Levels {
         let end = fingerprints.len() - 1;
         view.prefetch(first);
         view.prefetch(last);
-        view.prefetch(fingerprints[end / 2]);
+        for at in [end / 2, end / 4, end / 2 + (end - end / 2) / 2] {
+            view.prefetch(fingerprints[at]);
+        }
         let id_first = view.set_of(first);
         if id_first == 0 {
             return;
@@ -142,8 +144,11 @@ impl<V: View> Search<'_, V> {
         let ((mut low, mut id_low), (mut high, mut id_high)) = (low, high);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
-            self.view.prefetch(self.fingerprints[low + (middle - low) / 2]);
-            self.view.prefetch(self.fingerprints[middle + (high - middle) / 2]);
+            // One step ahead, either way.
+            let (left, right) = (low + (middle - low) / 2, middle + (high - middle) / 2);
+            for at in [left, right] {
+                self.view.prefetch(self.fingerprints[at]);
+            }
             let id = self.view.set_of(self.fingerprints[middle]);
             // Equal ids: all of the sought are at `middle`, or none.
             if id == id_low {

@@ -167,7 +167,8 @@ impl Sets {
         words[word - first] ^= 1 << (holder % 64);
         let to = self.intern(first, &words, limbo);
         self.words = words;
-        self.moves[place] = Move { from, what, to, serials: (self.metas[from as usize].serial, self.metas[to as usize].serial) };
+        self.moves[place] =
+            Move { from, what, to, serials: (self.metas[from as usize].serial, self.metas[to as usize].serial) };
         to
     }
 

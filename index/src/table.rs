@@ -126,8 +126,12 @@ impl Table {
             self.bits += 1;
             self.publish(limbo);
         }
-        let upper = old.iter().filter(|(_, fingerprint, _)| self::spread(*fingerprint, self.key) << old.depth() >> 63 == 1).count();
-        let halves = [old.live() - upper, upper].map(|live| Arc::new(Segment::new(old.depth() + 1, Self::roomy(live + 1))));
+        let upper = old
+            .iter()
+            .filter(|(_, fingerprint, _)| self::spread(*fingerprint, self.key) << old.depth() >> 63 == 1)
+            .count();
+        let halves =
+            [old.live() - upper, upper].map(|live| Arc::new(Segment::new(old.depth() + 1, Self::roomy(live + 1))));
         self.pour(&old, &[&halves[0], &halves[1]]);
         self.place(spread, &halves, &[&old], limbo);
     }
@@ -168,7 +172,10 @@ impl Table {
     /// Halves the directory for as long as no segment needs all of it.
     fn narrow(&mut self, limbo: &mut Limbo) {
         let before = self.bits;
-        while self.bits > 0 && self.segments * 2 <= self.entries.len() && self.entries.iter().all(|s| s.depth() < self.bits) {
+        while self.bits > 0
+            && self.segments * 2 <= self.entries.len()
+            && self.entries.iter().all(|s| s.depth() < self.bits)
+        {
             self.entries = self.entries.iter().step_by(2).cloned().collect();
             self.bits -= 1;
         }

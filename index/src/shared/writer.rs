@@ -39,7 +39,13 @@ struct Run {
 impl Run {
     /// Where slots with set `from` go; `to` says it at the beginning of a run.
     #[inline]
-    fn step(&mut self, from: u32, sets: &mut Sets, limbo: &mut Limbo, to: impl FnOnce(&mut Sets, &Limbo) -> u32) -> u32 {
+    fn step(
+        &mut self,
+        from: u32,
+        sets: &mut Sets,
+        limbo: &mut Limbo,
+        to: impl FnOnce(&mut Sets, &Limbo) -> u32,
+    ) -> u32 {
         if !self.begun || self.from != from {
             self.end(sets, limbo);
             *self = Run { from, to: to(sets, limbo), slots: 0, begun: true };
@@ -252,7 +258,11 @@ impl Writer {
                 Found::Free(_) | Found::Full => continue,
             }
             changed += 1;
-            if store { digest.insert(fingerprint) } else { digest.remove(fingerprint) }
+            if store {
+                digest.insert(fingerprint)
+            } else {
+                digest.remove(fingerprint)
+            }
             if let Some(recount) = recount.as_mut().filter(|recount| spread < recount.cursor) {
                 if store { recount.digest.insert(fingerprint) } else { recount.digest.remove(fingerprint) }
             }

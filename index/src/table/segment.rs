@@ -60,6 +60,8 @@ pub(crate) struct Segment {
     lines: Box<[Line]>,
     /// Fingerprints in it. Only the writer looks.
     live: AtomicU32,
+    /// Slots that rest. Only the writer looks.
+    resting: AtomicU32,
 }
 
 /// Where a fingerprint is, or may go.
@@ -84,7 +86,12 @@ impl Segment {
     pub(super) const LINE_BYTES: usize = size_of::<Line>();
 
     pub(super) fn new(depth: u32, lines: usize) -> Segment {
-        Segment { depth, lines: (0..lines.max(MIN_LINES)).map(|_| Line::default()).collect(), live: AtomicU32::new(0) }
+        Segment {
+            depth,
+            lines: (0..lines.max(MIN_LINES)).map(|_| Line::default()).collect(),
+            live: AtomicU32::new(0),
+            resting: AtomicU32::new(0),
+        }
     }
 
     pub(super) fn live(&self) -> usize {
@@ -167,18 +174,14 @@ impl Segment {
             }
             match free {
                 Some(spot) if over => {
-                    let crowded = (self.live() + 1) * 8 > self.slots() * 7 || steps > LONG && self.rests() > self.slots() / 8;
+                    let crowded = (self.live() + 1) * 8 > self.slots() * 7
+                        || steps > LONG && self.resting.load(Ordering::Relaxed) as usize > self.slots() / 8;
                     return if crowded { Found::Full } else { Found::Free(spot) };
                 }
                 _ => at = self.after(at),
             }
         }
         free.map_or(Found::Full, Found::Free)
-    }
-
-    fn rests(&self) -> usize {
-        let sets = self.lines.iter().flat_map(|line| &line.sets);
-        sets.filter(|set| set.load(Ordering::Relaxed) & RESTS != 0).count()
     }
 
     /// Puts a fingerprint into the free slot that [`Segment::search`] gave.
@@ -189,6 +192,9 @@ impl Segment {
             at = self.after(at);
         }
         let (line, way) = (&self.lines[at], spot.way as usize);
+        if line.sets[way].load(Ordering::Relaxed) != 0 {
+            self.resting.store(self.resting.load(Ordering::Relaxed) - 1, Ordering::Relaxed);
+        }
         line.sets[way].store(set, Ordering::Relaxed);
         line.fingerprints[way].store(fingerprint, Ordering::Release);
         self.live.store(self.live.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
@@ -203,6 +209,7 @@ impl Segment {
     /// Takes the fingerprint at `spot` out. The slot rests until those who read at `stamp` have left.
     pub(crate) fn empty(&self, spread: u64, spot: Spot, stamp: u64) {
         let (line, way) = (&self.lines[spot.line as usize], spot.way as usize);
+        self.resting.store(self.resting.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         line.sets[way].store(RESTS | stamp as u32 & !RESTS, Ordering::Release);
         line.fingerprints[way].store(0, Ordering::Release);
         let mut at = self.home(spread);
@@ -262,7 +269,9 @@ mod tests {
         let pin = seat.pin();
         for fingerprint in 1..=15 {
             let spread = spread(fingerprint, 7);
-            let Found::At(spot, 1) = segment.search(spread, fingerprint, &limbo) else { panic!("{fingerprint} is gone") };
+            let Found::At(spot, 1) = segment.search(spread, fingerprint, &limbo) else {
+                panic!("{fingerprint} is gone")
+            };
             segment.empty(spread, spot, limbo.stamp());
             assert_eq!(segment.get(spread, fingerprint), 0);
         }
