@@ -5,7 +5,7 @@
 //! answered with depth `d` was live, held block `d - 1` and held block 0 at some instant of the lookup. Not too
 //! little: who was live and held the first `k` blocks all through the lookup was answered, once, with `k` or more.
 
-use crate::find::Rng;
+use harness::seeded::Seeded;
 use index::shared::{Held, Holder, Limits, Reader, Writer, open};
 use proto::id::SetKind;
 use std::collections::HashMap;
@@ -61,7 +61,7 @@ struct Work<'a> {
     clock: &'a AtomicU64,
     prompts: &'a [Vec<u64>],
     lives: Vec<Life>,
-    rng: Rng,
+    rng: Seeded,
 }
 
 impl Work<'_> {
@@ -113,7 +113,7 @@ impl Work<'_> {
     }
 
     fn run(&mut self, steps: usize) {
-        let kind = |at: usize| if at % 2 == 0 { SetKind::Gpu } else { SetKind::Any };
+        let kind = |at: usize| if at.is_multiple_of(2) { SetKind::Gpu } else { SetKind::Any };
         let mut current: Vec<(Holder, usize)> = vec![];
         for at in 0..ENGINES {
             let opened = self.open(Held { engine: at as u32 / 2, kind: kind(at) }).expect("room");
@@ -150,7 +150,7 @@ impl Work<'_> {
 }
 
 fn read(reader: &mut Reader, seed: u64, clock: &AtomicU64, stop: &AtomicBool, prompts: &[Vec<u64>]) -> Vec<Look> {
-    let mut rng = Rng(seed);
+    let mut rng = Seeded::new(seed);
     let mut looks = vec![];
     while !stop.load(Ordering::Relaxed) {
         let prompt = rng.below(PROMPTS);
@@ -180,7 +180,10 @@ fn judge(looks: &[Look], lives: &[Life], prompts: &[Vec<u64>]) -> Result<u64, St
                 life.live.is_some_and(|live| live.touches(look)) && member(life, 0) && member(life, *depth as usize - 1)
             };
             if by_held[held].iter().find(so).is_none() {
-                return Err(format!("{held:?} had no block {depth} of prompt {} in {}..{}", look.prompt, look.begin, look.end));
+                return Err(format!(
+                    "{held:?} had no block {depth} of prompt {} in {}..{}",
+                    look.prompt, look.begin, look.end
+                ));
             }
             judged += 1;
         }
@@ -204,7 +207,7 @@ fn judge(looks: &[Look], lives: &[Life], prompts: &[Vec<u64>]) -> Result<u64, St
 #[test]
 fn the_promise_holds_beside_a_writer() {
     for seed in [11, 12] {
-        let mut rng = Rng(seed);
+        let mut rng = Seeded::new(seed);
         let prompts: Vec<Vec<u64>> = (0..PROMPTS).map(|_| (0..BLOCKS).map(|_| rng.next() | 1).collect()).collect();
         let (writer, reader) = open(Limits { engines: 64, holders: 48, spread: seed });
         let (clock, stop) = (AtomicU64::new(1), AtomicBool::new(false));

@@ -1,28 +1,11 @@
 //! The core of the index, one thread, against a plain model: maps of sets. Random closed workloads over holders that
 //! come, are published, cleared, retired, swept and come again, while the table grows and shrinks.
 
+use harness::seeded::Seeded;
 use index::shared::{Held, Holder, Limits, Reader, Refused, Stats, Writer, open};
 use proto::digest::Digest;
 use proto::id::SetKind;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-
-/// splitmix64: the same numbers on every machine.
-pub struct Rng(pub u64);
-
-impl Rng {
-    /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Below `n`, which is not 0.
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-}
 
 /// A forest of prompts: each node's path is a prompt.
 struct Forest {
@@ -32,7 +15,7 @@ struct Forest {
 }
 
 impl Forest {
-    fn grow(rng: &mut Rng, nodes: usize, trunk: usize) -> Forest {
+    fn grow(rng: &mut Seeded, nodes: usize, trunk: usize) -> Forest {
         let mut forest = Forest { nodes: vec![], children: vec![] };
         for at in 0..nodes {
             // A trunk, then mostly chains, sometimes branches, sometimes new roots.
@@ -80,7 +63,7 @@ struct Model {
 
 struct World {
     seed: u64,
-    rng: Rng,
+    rng: Seeded,
     forest: Forest,
     writer: Writer,
     reader: Reader,
@@ -90,7 +73,7 @@ struct World {
 
 impl World {
     fn new(seed: u64, engines: u32, nodes: usize) -> World {
-        let mut rng = Rng(seed);
+        let mut rng = Seeded::new(seed);
         let forest = Forest::grow(&mut rng, nodes, nodes / 10);
         let (writer, reader) = open(Limits { engines, holders: engines * 5 + 8, spread: rng.next() });
         World { seed, rng, forest, writer, reader, model: Model { holders: BTreeMap::new(), next: 0 }, engines }
@@ -300,8 +283,8 @@ fn a_recount_between_changes_equals_the_digest() {
     for _ in 0..600 {
         let node = world.rng.below(world.forest.nodes.len());
         let (path, gone) = (world.forest.path(node), world.forest.subtree(node));
-        world.writer.store(if node % 2 == 0 { holder } else { other }, &path).expect("hidden");
-        if node % 5 == 0 {
+        world.writer.store(if node.is_multiple_of(2) { holder } else { other }, &path).expect("hidden");
+        if node.is_multiple_of(5) {
             world.writer.remove(holder, &gone).expect("hidden");
         }
         if let Some(digest) = world.writer.recount(holder, 1).expect("hidden") {
@@ -315,7 +298,7 @@ fn a_recount_between_changes_equals_the_digest() {
 #[test]
 fn nothing_grows_under_churn() {
     // Ten engines that each store and evict for ever, a restart now and then: after a tenth of it the bytes stay.
-    let mut rng = Rng(7);
+    let mut rng = Seeded::new(7);
     let (mut writer, _reader) = open(Limits { spread: 7, ..Limits::default() });
     let mut engines: Vec<(Holder, Vec<u64>)> = (0..10)
         .map(|engine| {
@@ -331,7 +314,7 @@ fn nothing_grows_under_churn() {
         // A prompt of its own, or one of forty that all may have, which makes many sets.
         let shared = rng.below(3) == 0;
         let root = if shared { rng.below(40) as u64 } else { rng.next() };
-        let chain: Vec<u64> = (0..32).map(|at| Rng(root.wrapping_mul(0x1234_5677) + at).next() | 1).collect();
+        let chain: Vec<u64> = (0..32).map(|at| Seeded::new(root.wrapping_mul(0x1234_5677) + at).next() | 1).collect();
         changes += writer.store(*holder, &chain).expect("live").changed;
         held.extend(&chain);
         if held.len() > 1600 {

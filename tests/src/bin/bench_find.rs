@@ -4,6 +4,7 @@
 //! applications' prompts on it, conversations that grow turn by turn and mostly stay with one engine. Everything is
 //! measured in one run beside floors of the same machine; read ratios, not times. Nothing is asserted.
 
+use harness::seeded::Seeded;
 use index::shared::{Holder, Limits, Reader, Writer, open};
 use proto::id::SetKind;
 use std::collections::{BTreeMap, HashMap};
@@ -11,30 +12,15 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    /// Log-uniform from `low` to `high`.
-    fn log(&mut self, low: f64, high: f64) -> usize {
-        let unit = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
-        (low.ln() + unit * (high.ln() - low.ln())).exp() as usize
-    }
+/// Log-uniform from `low` to `high`.
+fn log(rng: &mut Seeded, low: f64, high: f64) -> usize {
+    let unit = (rng.next() >> 11) as f64 / (1u64 << 53) as f64;
+    (low.ln() + unit * (high.ln() - low.ln())).exp() as usize
 }
 
 /// Blocks of a thing, by number: the same for everybody.
 fn blocks(thing: u64, range: std::ops::Range<usize>) -> Vec<u64> {
-    range.map(|at| Rng(thing.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ at as u64).next() | 1).collect()
+    range.map(|at| Seeded::new(thing.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ at as u64).next() | 1).collect()
 }
 
 /// One change of one engine's set.
@@ -61,7 +47,7 @@ struct Conversation {
 }
 
 struct World {
-    rng: Rng,
+    rng: Seeded,
     caches: Vec<Cache>,
     capacity: usize,
     apps: Vec<usize>,
@@ -76,8 +62,8 @@ const APPS: u64 = 64;
 
 impl World {
     fn new(engines: usize, capacity: usize) -> World {
-        let mut rng = Rng(1);
-        let apps = (0..APPS).map(|_| rng.log(16.0, 512.0)).collect();
+        let mut rng = Seeded::new(1);
+        let apps = (0..APPS).map(|_| log(&mut rng, 16.0, 512.0)).collect();
         let caches = (0..engines).map(|_| Cache::default()).collect();
         let mut world = World { rng, caches, capacity, apps, open: vec![], time: 0, next: 1000, prompts: vec![] };
         for _ in 0..engines * 4 {
@@ -89,8 +75,8 @@ impl World {
 
     fn converse(&mut self) -> Conversation {
         self.next += 1;
-        let app = (self.rng.log(1.0, APPS as f64 + 1.0) as u64 - 1).min(APPS - 1);
-        let target = self.rng.log(16.0, 8192f64.min(self.capacity as f64 / 2.0));
+        let app = (log(&mut self.rng, 1.0, APPS as f64 + 1.0) as u64 - 1).min(APPS - 1);
+        let target = log(&mut self.rng, 16.0, 8192f64.min(self.capacity as f64 / 2.0));
         let home = self.rng.below(self.caches.len());
         Conversation { app, thing: self.next, len: 0, target, home }
     }
@@ -133,7 +119,7 @@ impl World {
             self.open[at].home = self.rng.below(self.caches.len());
         }
         let Conversation { app, thing, len, target, home } = self.open[at];
-        let more = if len == 0 { self.rng.log(8.0, target.max(9) as f64) } else { 8 + self.rng.below(57) };
+        let more = if len == 0 { log(&mut self.rng, 8.0, target.max(9) as f64) } else { 8 + self.rng.below(57) };
         let app_len = self.apps[app as usize];
         let mut prompt = blocks(0, 0..SYSTEM);
         prompt.extend(blocks(1 + app, 0..app_len));
@@ -166,6 +152,11 @@ impl World {
         }
         out
     }
+}
+
+/// Has `value` computed, and nothing more.
+fn keep<T>(value: T) {
+    black_box(value);
 }
 
 /// Applies changes: blocks and seconds.
@@ -223,17 +214,14 @@ fn floors(prompts: &[Vec<u64>], engines: usize) {
         prompt.iter().take(count).map(line).fold(0, u64::wrapping_add)
     };
     let long: Vec<Vec<u64>> = (0..500).map(|at| blocks(1 << 50 | at, 0..256)).collect();
-    row("floor: 256 independent probes of 64 MiB", time(500, |at| drop(black_box(probes(&long[at], 256)))));
-    row(
-        "floor: 14 independent probes of 64 MiB",
-        time(2000, |at| drop(black_box(probes(&prompts[at % prompts.len()], 14)))),
-    );
+    row("floor: 256 independent probes of 64 MiB", time(500, |at| keep(probes(&long[at], 256))));
+    row("floor: 14 independent probes of 64 MiB", time(2000, |at| keep(probes(&prompts[at % prompts.len()], 14))));
     let mut at = 1;
     row(
         "floor: 14 dependent probes of 64 MiB",
         time(2000, |_| {
             for _ in 0..14 {
-                at = Rng(table[(at >> 44) as usize][0].wrapping_add(at)).next();
+                at = Seeded::new(table[(at >> 44) as usize][0].wrapping_add(at)).next();
             }
             black_box(at);
         }),
@@ -243,7 +231,7 @@ fn floors(prompts: &[Vec<u64>], engines: usize) {
 fn main() {
     let mut args = std::env::args().skip(1).map(|arg| arg.parse::<usize>().expect("a number: [ENGINES] [BLOCKS]"));
     let (engines, capacity) = (args.next().unwrap_or(64), args.next().unwrap_or(50_000));
-    let (mut writer, mut reader) = open(Limits { spread: Rng(99).next(), ..Limits::default() });
+    let (mut writer, mut reader) = open(Limits { spread: Seeded::new(99).next(), ..Limits::default() });
     let holders: Vec<Holder> = (0..engines as u32)
         .map(|engine| {
             let holder = writer.open(engine, SetKind::Gpu).expect("within the default limits");
@@ -285,12 +273,12 @@ fn main() {
                 .map(|at| blocks((7 << 40) | (len * 1000 + count * 64 + at) as u64, 0..len))
                 .collect();
             for (at, chain) in chains.iter().enumerate() {
-                (0..count).for_each(|nth| drop(writer.store(holders[(at + nth) % engines], chain)));
+                (0..count).for_each(|nth| keep(writer.store(holders[(at + nth) % engines], chain)));
             }
             lookups(&format!("{len} blocks held by {count}"), &mut reader, &chains, 4000);
             for (at, chain) in chains.iter().enumerate() {
                 let back: Vec<u64> = chain.iter().rev().copied().collect();
-                (0..count).for_each(|nth| drop(writer.remove(holders[(at + nth) % engines], &back)));
+                (0..count).for_each(|nth| keep(writer.remove(holders[(at + nth) % engines], &back)));
             }
         }
     }
@@ -323,7 +311,7 @@ fn main() {
 
     // What leaves: a purge of half the fleet, swept in steps.
     let begin = Instant::now();
-    holders.iter().step_by(2).for_each(|holder| drop(writer.retire(*holder)));
+    holders.iter().step_by(2).for_each(|holder| keep(writer.retire(*holder)));
     let mut longest = 0;
     let mut more = true;
     while more {
