@@ -74,8 +74,11 @@ pub struct Engine {
     requests: Requests,
     pen: Pen,
     gauges: Arc<Gauges>,
-    wake: Box<dyn Fn() + Send>,
+    wake: Box<dyn Fn() + Send + Sync>,
     run: Vec<(u32, Fingerprint)>,
+    // Prompt tokens not computed yet, over all live requests; and how many started ones have some.
+    backlog: u64,
+    prefilling: usize,
 }
 
 impl std::fmt::Debug for Engine {
@@ -89,7 +92,7 @@ const CHAIN: usize = 128;
 
 impl Engine {
     /// `model` is the namespace's; `wake` must neither wait nor fail.
-    pub fn new(facts: &Facts, model: &str, seed: u64, ring: Writer, gauges: Arc<Gauges>, wake: Box<dyn Fn() + Send>) -> Self {
+    pub fn new(facts: &Facts, model: &str, seed: u64, ring: Writer, gauges: Arc<Gauges>, wake: Box<dyn Fn() + Send + Sync>) -> Self {
         Self {
             block_size: facts.block_size as usize,
             model: model.to_string(),
@@ -100,6 +103,8 @@ impl Engine {
             gauges,
             wake,
             run: Vec::with_capacity(CHAIN),
+            backlog: 0,
+            prefilling: 0,
         }
     }
 
@@ -128,15 +133,45 @@ impl Engine {
         if !live.nameless {
             live.names(request.prompt_tokens / self.block_size, self.block_size, request.tokens);
         }
-        if !self.requests.insert(request.id, live) {
+        self.forget(request.id);
+        if self.requests.insert(request.id, live) {
+            self.backlog += u64::from(prompt_tokens);
+        } else {
             self.gauges.fault();
         }
         number
     }
 
     /// The tokens of a live request were changed, not just continued: its names are made anew when they are needed.
-    pub fn forget(&mut self, id: &str) {
-        self.requests.remove(id);
+    pub fn forget(&mut self, id: &str) -> Option<u64> {
+        let live = self.requests.remove(id)?;
+        self.backlog -= u64::from(live.left);
+        self.prefilling -= usize::from(live.started && live.left > 0);
+        Some(live.number)
+    }
+
+    /// A hook of the pool failed, so that the table may be wrong: nothing is published of what was there, until it is
+    /// named again. `cached` are the blocks that have a key now.
+    pub fn lose(&mut self, cached: impl Iterator<Item = u32>) {
+        self.slots.clear(&mut self.pen);
+        for block in cached {
+            self.slots.store_unnamed(&mut self.pen, block, true);
+        }
+        (self.wake)();
+    }
+
+    /// How many blocks hold something that a prompt may hit and that has no name.
+    pub fn lost(&self) -> usize {
+        self.slots.lost()
+    }
+
+    /// A lookup hit these blocks, the first ones of the request: those that were lost get their names back.
+    pub fn hit(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), blocks: &[Option<u32>]) {
+        let lost = |block: &Option<u32>| block.filter(|block| self.slots.is_lost(*block));
+        let lost: Vec<Option<u32>> = blocks.iter().map(lost).collect();
+        if lost.iter().any(Option::is_some) {
+            self.cached(id, tokens, 0, &lost);
+        }
     }
 
     /// The engine looked a request of `total` tokens up and found `delivered` of them; `bypassed` says that it did
@@ -146,7 +181,7 @@ impl Engine {
         let owes = self.slots.owes();
         let Some((live, _)) = self.requests.get(id) else { return };
         live.delivered = u32::try_from(delivered).unwrap_or(u32::MAX);
-        if live.nameless || owes || self.block_size == 0 {
+        if live.nameless || owes || self.slots.lost() > 0 || self.block_size == 0 {
             return;
         }
         let blocks = if bypassed { 0 } else { total.saturating_sub(1) / self.block_size };
@@ -163,11 +198,12 @@ impl Engine {
         self.settle();
         let Some((live, adapters)) = self.requests.get(id) else {
             for block in blocks.iter().flatten() {
-                self.slots.store_unnamed(&mut self.pen, *block);
+                self.slots.store_unnamed(&mut self.pen, *block, true);
             }
             return;
         };
         let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
+        let nameless = live.nameless;
         let names = live.names(first + blocks.len(), self.block_size, tokens);
         let mut strays = 0;
         let mut start = first;
@@ -186,7 +222,7 @@ impl Engine {
                 (Some(named), _) => self.run.push(named),
                 (None, block) => {
                     if let Some(block) = block {
-                        self.slots.store_unnamed(&mut self.pen, *block);
+                        self.slots.store_unnamed(&mut self.pen, *block, !nameless);
                     }
                     start = at + 1;
                 }
@@ -212,18 +248,42 @@ impl Engine {
         (self.wake)();
     }
 
-    /// A request was scheduled for the first time, with what the last lookup delivered.
+    /// A request was scheduled; the first time, what the last lookup delivered is told.
     pub fn started(&mut self, id: &str) {
-        if let Some((live, _)) = self.requests.get(id)
-            && !self.pen.started(live.number, id, live.prompt_tokens, live.delivered)
-        {
+        let Some((live, _)) = self.requests.get(id) else { return };
+        if std::mem::replace(&mut live.started, true) {
+            return;
+        }
+        let (number, prompt_tokens, delivered) = (live.number, live.prompt_tokens, live.delivered);
+        if live.left > 0 {
+            self.prefilling += 1;
+        }
+        self.progressed(id, delivered);
+        if !self.pen.started(number, id, prompt_tokens, delivered) {
             self.gauges.fault();
+        }
+    }
+
+    /// How many started requests have prompt tokens left: while there are none, [`Engine::progressed`] need not be
+    /// called.
+    pub fn prefilling(&self) -> usize {
+        self.prefilling
+    }
+
+    /// So many more tokens of a started request are computed.
+    pub fn progressed(&mut self, id: &str, tokens: u32) {
+        let Some((live, _)) = self.requests.get(id) else { return };
+        if live.left > 0 {
+            let done = live.left.min(tokens);
+            live.left -= done;
+            self.prefilling -= usize::from(live.started && live.left == 0);
+            self.backlog -= u64::from(done);
         }
     }
 
     /// A request ended, in whatever way.
     pub fn finished(&mut self, id: &str, reason: &str) {
-        let number = self.requests.remove(id).map_or(0, |live| live.number);
+        let number = self.forget(id).unwrap_or(0);
         if !self.pen.finished(number, id, reason) {
             self.gauges.fault();
         }
@@ -234,7 +294,7 @@ impl Engine {
         let g = &self.gauges;
         g.running.store(counts.running, Ordering::Relaxed);
         g.waiting.store(counts.waiting, Ordering::Relaxed);
-        g.backlog_tokens.store(counts.backlog_tokens, Ordering::Relaxed);
+        g.backlog_tokens.store(self.backlog, Ordering::Relaxed);
         let share = if counts.kv_use.is_finite() { counts.kv_use.clamp(0.0, 1.0) } else { 0.0 };
         g.kv_use.store(share.to_bits(), Ordering::Relaxed);
     }

@@ -52,7 +52,7 @@ pub struct Counts {
     pub running: u32,
     /// Requests waiting.
     pub waiting: u32,
-    /// Prompt tokens admitted and not yet computed.
+    /// Prompt tokens admitted and not yet computed; the agent counts them itself, what the engine says is not used.
     pub backlog_tokens: u64,
     /// Share of KV blocks in use by live requests, 0 to 1.
     pub kv_use: f32,

@@ -50,6 +50,10 @@ pub struct Live {
     pub nameless: bool,
     /// What the last lookup delivered, in tokens.
     pub delivered: u32,
+    /// It was scheduled before.
+    pub started: bool,
+    /// Prompt tokens that are still to be computed.
+    pub left: u32,
     items: Vec<Item>,
     fingerprints: Vec<Fingerprint>,
 }
@@ -57,7 +61,18 @@ pub struct Live {
 impl Live {
     /// A request of which nothing is named yet.
     pub fn new(number: u64, root: Fingerprint, adapter: u32, prompt_tokens: u32, items: Vec<Item>) -> Self {
-        Self { number, root, adapter, prompt_tokens, items, nameless: false, delivered: 0, fingerprints: Vec::new() }
+        Self {
+            number,
+            root,
+            adapter,
+            prompt_tokens,
+            nameless: false,
+            delivered: 0,
+            started: false,
+            left: prompt_tokens,
+            items,
+            fingerprints: Vec::new(),
+        }
     }
 
     /// The names of its first `blocks` blocks; shorter when there are not that many tokens, or no names.

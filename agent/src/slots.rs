@@ -12,7 +12,10 @@ use proto::residency::Link;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     Empty,
+    // Cached, and its tokens cannot be named; no named prompt hits it.
     Unnamed,
+    // As unnamed, but a named prompt may hit it: the agent missed what happened to it.
+    Lost,
     Named { fp: Fingerprint, parent: Link, adapter: u32 },
 }
 
@@ -32,6 +35,7 @@ pub struct Slots {
     // Blocks whose content is to be told when there is room: at most one entry a slot.
     marked: Vec<u32>,
     clear_is_owed: bool,
+    lost: usize,
     scratch: Vec<u32>,
 }
 
@@ -43,6 +47,7 @@ impl Slots {
             life: 0,
             marked: Vec::new(),
             clear_is_owed: false,
+            lost: 0,
             scratch: Vec::new(),
         }
     }
@@ -57,7 +62,19 @@ impl Slots {
         Some(if slot.life == self.life { slot.content } else { Content::Empty })
     }
 
+    /// How many blocks hold something that a prompt may hit and that the agent cannot name.
+    pub fn lost(&self) -> usize {
+        self.lost
+    }
+
+    /// Is this block one of them?
+    pub fn is_lost(&self, block: u32) -> bool {
+        self.get(block) == Some(Content::Lost)
+    }
+
     fn set(&mut self, block: u32, content: Content) {
+        self.lost += usize::from(content == Content::Lost);
+        self.lost -= usize::from(self.is_lost(block));
         let life = self.life;
         if let Some(slot) = self.slots.get_mut(block as usize) {
             (slot.content, slot.life) = (content, life);
@@ -90,12 +107,13 @@ impl Slots {
         0
     }
 
-    /// A block got a key whose tokens are not known. False when its id is beyond the table.
-    pub fn store_unnamed(&mut self, pen: &mut Pen, block: u32) -> bool {
+    /// A block got a key whose tokens have no name; `lost` says that a named prompt may hit it all the same. False
+    /// when its id is beyond the table.
+    pub fn store_unnamed(&mut self, pen: &mut Pen, block: u32, lost: bool) -> bool {
         if block as usize >= self.slots.len() {
             return false;
         }
-        self.set(block, Content::Unnamed);
+        self.set(block, if lost { Content::Lost } else { Content::Unnamed });
         if self.owes() || !pen.unnamed(&[block]) {
             self.mark(block);
         }
@@ -119,6 +137,7 @@ impl Slots {
     /// No block has a key any more.
     pub fn clear(&mut self, pen: &mut Pen) {
         self.life = self.life.wrapping_add(1);
+        self.lost = 0;
         for block in self.marked.drain(..) {
             self.slots[block as usize].marked = false;
         }
@@ -135,7 +154,7 @@ impl Slots {
         {
             let told = match self.get(block) {
                 None | Some(Content::Empty) => pen.evicted(&[block]),
-                Some(Content::Unnamed) => pen.unnamed(&[block]),
+                Some(Content::Unnamed | Content::Lost) => pen.unnamed(&[block]),
                 Some(Content::Named { fp, parent, adapter: number }) => {
                     pen.stored(parent, adapter(number), [(block, fp)].into_iter())
                 }

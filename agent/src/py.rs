@@ -1,0 +1,384 @@
+//! The skin for vLLM: reads Python objects and calls [`crate::engine::Engine`]. All of it runs on the scheduler's
+//! thread, but for the bundle (a thread of its own) and the audit (the publisher's helper thread).
+//!
+//! Every method may raise; the wrappers in `python/kvatlas` catch and count. None of them waits.
+
+use crate::config;
+use crate::edge::control::AuditPage;
+use crate::engine::Request;
+use crate::facts::{Counts, Facts};
+use crate::requests::{Item, Tokens};
+use proto::event::{Group, HitRule};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+
+/// Blocks in one page of an audit: with 32-byte digests, about 180 KiB.
+const AUDIT_BLOCKS: usize = 4096;
+/// Pool blocks looked at for one page, so that the engine is not held up: about 2 ms.
+const AUDIT_LOOKS: u64 = 1 << 15;
+
+/// Token ids as the engine keeps them: a list of ints.
+struct Ids<'a, 'py>(&'a Bound<'py, PyList>);
+
+impl Tokens for Ids<'_, '_> {
+    fn read(&self, from: usize, out: &mut [u32]) -> bool {
+        if self.0.len() < from + out.len() {
+            return false;
+        }
+        out.iter_mut().enumerate().all(|(i, out)| match self.0.get_item(from + i).and_then(|id| id.extract()) {
+            Ok(id) => {
+                *out = id;
+                true
+            }
+            Err(_) => false, // a placeholder, as prompt embeddings have them
+        })
+    }
+}
+
+/// The agent of one scheduler.
+#[pyclass(module = "kvatlas._agent", weakref)]
+struct Agent {
+    running: Option<crate::Agent>,
+    null_block: Option<u32>,
+    publishes: bool,
+    blocks: Vec<Option<u32>>,
+}
+
+fn text<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+    Ok(value.cast::<PyString>()?.to_str()?)
+}
+
+fn optional<'py>(object: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(object.getattr_opt(name)?.filter(|value| !value.is_none()))
+}
+
+fn argument<'py>(kwargs: &Bound<'py, PyDict>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyAny>> {
+    let missing = || PyValueError::new_err(format!("cache_full_blocks was called without {name}"));
+    kwargs.get_item(name)?.ok_or_else(missing)
+}
+
+fn block_id(block: &Bound<'_, PyAny>) -> PyResult<u32> {
+    block.getattr(intern!(block.py(), "block_id"))?.extract()
+}
+
+fn ids<'py>(request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    Ok(request.getattr(intern!(request.py(), "_all_token_ids"))?.cast_into::<PyList>()?)
+}
+
+/// Calls `with` with the request as the engine's handle wants it.
+fn described<R>(
+    request: &Bound<'_, PyAny>,
+    with: impl FnOnce(&Request<'_, Ids<'_, '_>>, Vec<Item>, bool) -> R,
+) -> PyResult<R> {
+    let py = request.py();
+    let id = request.getattr(intern!(py, "request_id"))?;
+    let tokens = ids(request)?;
+    let prompt_tokens: usize = request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?;
+    let adapter = match optional(request, intern!(py, "lora_request"))? {
+        Some(lora) => Some(lora.getattr(intern!(py, "lora_name"))?),
+        None => None,
+    };
+    let salt = optional(request, intern!(py, "cache_salt"))?;
+    let nameless = optional(request, intern!(py, "prompt_embeds"))?.is_some();
+    let mut items = Vec::new();
+    let mut strange = false;
+    if let Some(features) = optional(request, intern!(py, "mm_features"))? {
+        for feature in features.try_iter()? {
+            let feature = feature?;
+            let position = feature.getattr(intern!(py, "mm_position"))?;
+            match optional(&feature, intern!(py, "identifier"))? {
+                Some(identifier) => items.push(Item {
+                    identifier: text(&identifier)?.to_string(),
+                    start: position.getattr(intern!(py, "offset"))?.extract()?,
+                    length: position.getattr(intern!(py, "length"))?.extract()?,
+                }),
+                None => strange = true,
+            }
+        }
+    }
+    let request = Request {
+        id: text(&id)?,
+        tokens: &Ids(&tokens),
+        prompt_tokens,
+        adapter: adapter.as_ref().map(text).transpose()?.unwrap_or(""),
+        salt: salt.as_ref().map(text).transpose()?.unwrap_or(""),
+    };
+    Ok(with(&request, items, nameless || strange))
+}
+
+#[pymethods]
+impl Agent {
+    /// Starts an agent; `None` when the settings turn it off.
+    #[staticmethod]
+    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", doubt=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn start(
+        pool: &Bound<'_, PyAny>,
+        models: Vec<String>,
+        block_size: u32,
+        total_blocks: u32,
+        groups: Vec<(String, u32, u32)>,
+        rank: u32,
+        dp_size: u32,
+        max_num_seqs: u32,
+        max_adapters: u32,
+        engine_version: &str,
+        doubt: Option<&str>,
+    ) -> PyResult<Option<Self>> {
+        let config = match config::from_env() {
+            Ok(Some(config)) => config,
+            Ok(None) => return Ok(None),
+            Err(error) => return Err(PyValueError::new_err(error.to_string())),
+        };
+        log_to_stderr(&config.log);
+        if config::wants_dial_in() {
+            tracing::warn!("KVATLAS_INDEX is set, but this version cannot dial an index; it listens instead");
+        }
+        if config.seed == 0 {
+            tracing::warn!("KVATLAS_SEED is not set: fingerprints are not keyed, who sees them can test guesses of prompts");
+        }
+        let groups: Vec<Group> =
+            groups.into_iter().map(|(kind, block_size, window)| Group { kind, block_size, window }).collect();
+        let plain = matches!(&groups[..], [one] if one.window == 0 && one.kind.contains("full_attention"))
+            || matches!(&groups[..], [one] if one.window == 0 && one.kind == "mla_attention");
+        let rule = if plain && doubt.is_none() { HitRule::Closed } else { HitRule::Unknown };
+        if rule == HitRule::Unknown {
+            tracing::warn!(?groups, doubt, "this version does not know how far hits of this model reach: the engine is credited nothing");
+        }
+        let facts = Facts {
+            rank,
+            dp_size,
+            models,
+            block_size,
+            total_blocks,
+            max_num_seqs,
+            max_adapters,
+            rule,
+            groups,
+            engine_version: engine_version.to_string(),
+        };
+        let running = crate::Agent::start(&config, &facts).map_err(|e| PyRuntimeError::new_err(format!("{e:#}")))?;
+        let null_block = match optional(pool, intern!(pool.py(), "null_block"))? {
+            Some(block) => Some(block_id(&block)?),
+            None => None,
+        };
+        let audited = pool.clone().unbind();
+        running.publisher.set_auditor(Box::new(move |from| {
+            Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()
+        }));
+        Ok(Some(Self { running: Some(running), null_block, publishes: rule == HitRule::Closed, blocks: Vec::new() }))
+    }
+
+    /// Where messages are published; "" when the agent was forgotten.
+    #[getter]
+    fn events(&self) -> &str {
+        self.running.as_ref().map_or("", |agent| agent.publisher.events())
+    }
+
+    /// Where requests are answered.
+    #[getter]
+    fn control(&self) -> &str {
+        self.running.as_ref().map_or("", |agent| agent.publisher.control())
+    }
+
+    /// Name and rank, `name.rank`.
+    #[getter]
+    fn engine(&self) -> String {
+        self.running.as_ref().map_or(String::new(), |agent| agent.publisher.engine().to_string())
+    }
+
+    /// In a forked child: the thread stayed with the parent, so the handle is let go without a word.
+    fn forget(&mut self) {
+        std::mem::forget(self.running.take());
+    }
+
+    /// Stops the thread and closes the sockets.
+    fn stop(&mut self) {
+        self.running = None;
+    }
+
+    /// `Scheduler.add_request(request)` returned.
+    fn arrived(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        described(request, |request, items, nameless| agent.engine.arrived(request, items, nameless))
+    }
+
+    /// The tokens of a live request were replaced.
+    fn replaced(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        described(request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+        Ok(())
+    }
+
+    /// `KVCacheManager.get_computed_blocks(request)` returned `result`; `bypassed` says that it did not look.
+    fn looked_up(&mut self, request: &Bound<'_, PyAny>, result: &Bound<'_, PyAny>, bypassed: bool) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        let py = request.py();
+        let id = request.getattr(intern!(py, "request_id"))?;
+        let (id, tokens) = (text(&id)?, ids(request)?);
+        if !agent.engine.knows(id) {
+            described(request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+        }
+        let delivered: usize = result.get_item(1)?.extract()?;
+        let tokens = Ids(&tokens);
+        agent.engine.looked_up(id, &tokens, tokens.0.len(), delivered, bypassed);
+        if agent.engine.lost() > 0 && self.publishes {
+            let groups = result.get_item(0)?.getattr(intern!(py, "blocks"))?;
+            self.blocks.clear();
+            for block in groups.get_item(0)?.try_iter()? {
+                self.blocks.push(Some(block_id(&block?)?));
+            }
+            agent.engine.hit(id, &tokens, &self.blocks);
+        }
+        Ok(())
+    }
+
+    /// `BlockPool.cache_full_blocks(**kwargs)` returned.
+    fn cached(&mut self, kwargs: &Bound<'_, PyDict>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        let py = kwargs.py();
+        let first: usize = argument(kwargs, intern!(py, "num_cached_blocks"))?.extract()?;
+        let end: usize = argument(kwargs, intern!(py, "num_full_blocks"))?.extract()?;
+        if !self.publishes || first >= end {
+            return Ok(());
+        }
+        let request = argument(kwargs, intern!(py, "request"))?;
+        let blocks = argument(kwargs, intern!(py, "blocks"))?.cast_into::<PyList>()?;
+        let mask = kwargs.get_item(intern!(py, "block_mask"))?.filter(|mask| !mask.is_none());
+        self.blocks.clear();
+        for at in first..end {
+            let id = block_id(&blocks.get_item(at)?)?;
+            let masked = match &mask {
+                Some(mask) => !mask.get_item(at - first)?.is_truthy()?,
+                None => false,
+            };
+            self.blocks.push((!masked && Some(id) != self.null_block).then_some(id));
+        }
+        let id = request.getattr(intern!(py, "request_id"))?;
+        let id = text(&id)?;
+        if !agent.engine.knows(id) {
+            described(&request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+        }
+        agent.engine.cached(id, &Ids(&ids(&request)?), first, &self.blocks);
+        Ok(())
+    }
+
+    /// `BlockPool.get_new_blocks` returned these: they have no key any more.
+    fn handed_out(&mut self, blocks: &Bound<'_, PyList>) -> PyResult<()> {
+        let Some(agent) = self.running.as_mut().filter(|_| self.publishes) else { return Ok(()) };
+        self.blocks.clear();
+        for block in blocks {
+            self.blocks.push(Some(block_id(&block)?));
+        }
+        agent.engine.evicted(self.blocks.iter().flatten().copied());
+        Ok(())
+    }
+
+    /// `BlockPool.evict_blocks` took the keys of the blocks with these ids.
+    fn evicted(&mut self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        self.blocks.clear();
+        for block in blocks.try_iter()? {
+            self.blocks.push(Some(block?.extract()?));
+        }
+        agent.engine.evicted(self.blocks.iter().flatten().copied());
+        Ok(())
+    }
+
+    /// `BlockPool.reset_prefix_cache` emptied the cache.
+    fn cleared(&mut self) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.cleared();
+        }
+    }
+
+    /// `Scheduler.schedule` returned `output`.
+    fn scheduled(&mut self, output: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        let py = output.py();
+        for new in output.getattr(intern!(py, "scheduled_new_reqs"))?.try_iter()? {
+            agent.engine.started(text(&new?.getattr(intern!(py, "req_id"))?)?);
+        }
+        if agent.engine.prefilling() > 0 {
+            let tokens = output.getattr(intern!(py, "num_scheduled_tokens"))?.cast_into::<PyDict>()?;
+            for (id, count) in tokens {
+                agent.engine.progressed(text(&id)?, count.extract()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// A step of the scheduler ended: its counts are read and the publisher is woken.
+    fn step(&mut self, scheduler: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        let py = scheduler.py();
+        agent.engine.step_ended();
+        let (running, waiting) = scheduler.call_method0(intern!(py, "get_request_counts"))?.extract()?;
+        let manager = scheduler.getattr(intern!(py, "kv_cache_manager"))?;
+        let kv_use = manager.getattr(intern!(py, "usage"))?.extract()?;
+        agent.engine.counts(Counts { running, waiting, kv_use, backlog_tokens: 0 });
+        Ok(())
+    }
+
+    /// A request ended.
+    fn finished(&mut self, id: &str, reason: &str) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.finished(id, reason);
+        }
+    }
+
+    /// A hook failed. With `pool`, one that follows the pool's blocks: what they hold is read anew, without names.
+    #[pyo3(signature = (pool=None))]
+    fn fault(&mut self, pool: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let Some(agent) = &mut self.running else { return Ok(()) };
+        agent.engine.fault();
+        if let Some(pool) = pool.filter(|_| self.publishes) {
+            self.blocks.clear();
+            for block in pool.getattr(intern!(pool.py(), "blocks"))?.try_iter()? {
+                let block = block?;
+                if !block.getattr(intern!(pool.py(), "block_hash"))?.is_none() {
+                    self.blocks.push(Some(block_id(&block)?));
+                }
+            }
+            agent.engine.lose(self.blocks.iter().flatten().copied());
+        }
+        Ok(())
+    }
+
+    /// Gives the bundle, once. False when it is too large or was given before.
+    fn set_bundle(&self, bundle: &[u8]) -> bool {
+        self.running.as_ref().is_some_and(|agent| agent.publisher.set_bundle(bundle.to_vec()))
+    }
+}
+
+/// A page of the pool's cached blocks, with the engine's digests less the group's 4 bytes.
+fn page(pool: &Bound<'_, PyAny>, from: u64) -> PyResult<AuditPage> {
+    let py = pool.py();
+    let blocks = pool.getattr(intern!(py, "blocks"))?.cast_into::<PyList>()?;
+    let (mut out, total) = (Vec::new(), blocks.len() as u64);
+    let mut at = from;
+    while at < total.min(from.saturating_add(AUDIT_LOOKS)) && out.len() < AUDIT_BLOCKS {
+        let hash = blocks.get_item(at as usize)?.getattr(intern!(py, "block_hash"))?;
+        if !hash.is_none() {
+            let hash = hash.cast::<PyBytes>()?.as_bytes();
+            out.push((at, hash[..hash.len().saturating_sub(4)].to_vec()));
+        }
+        at += 1;
+    }
+    Ok((out, (at < total).then_some(at)))
+}
+
+/// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.
+fn log_to_stderr(level: &str) {
+    let level = level.parse().unwrap_or(tracing::Level::INFO);
+    let _ = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).with_max_level(level).try_init();
+}
+
+/// The native part of kvatlas.
+#[pymodule]
+fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Agent>()?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
+}
