@@ -107,18 +107,15 @@ impl Chat {
             );
         }
         let mut variables = self.variables(body)?;
-        let tools = match take(&mut variables, "tools") {
-            Some(tools) => {
-                let objects = tools.kind() == ValueKind::Seq
-                    && tools.try_iter().is_ok_and(|mut items| items.all(|item| item.kind() == ValueKind::Map));
-                if !objects {
-                    return refused("tools must be a list of objects");
-                }
-                tools
-            }
-            None => Value::from(()),
-        };
-        let documents = take(&mut variables, "documents").unwrap_or_default();
+        let tools = take(&mut variables, "tools");
+        let documents = take(&mut variables, "documents");
+        if ![&tools, &documents].into_iter().flatten().all(iterates_over_objects) {
+            return refused("tools and documents must be lists of objects");
+        }
+        // transformers makes a list of what it is given; None where absent: defined, unlike other variables.
+        let tools = tools
+            .map_or(Value::from(()), |tools| if tools.is_true() { tools } else { Value::from(Vec::<Value>::new()) });
+        let documents = documents.unwrap_or_else(|| Value::from(()));
         let variant = match &self.tool_use {
             Some(variant) if !tools.is_none() => variant,
             _ => &self.plain,
@@ -138,8 +135,7 @@ impl Chat {
         context.append(&mut variables);
         context.push(("messages".into(), messages.into_iter().map(Message::value).collect()));
         context.push(("tools".into(), tools));
-        // None where absent: defined, unlike other variables.
-        context.push(("documents".into(), if documents.is_undefined() { Value::from(()) } else { documents }));
+        context.push(("documents".into(), documents));
         context.push(("add_generation_prompt".into(), Value::from(generate)));
         let text = variant.template.render(context, now).map_err(|e| match e {
             Unrendered::Refused(why) => NoPrompt::Refused(why),
@@ -200,6 +196,15 @@ impl Chat {
             Some(_) => return Err(NoPrompt::Refused("reasoning_effort must be a string".into())),
         }
         Ok(out)
+    }
+}
+
+/// What Python's loop over tools or documents takes: objects only, or nothing.
+fn iterates_over_objects(list: &Value) -> bool {
+    match list.kind() {
+        ValueKind::Seq => list.try_iter().is_ok_and(|mut items| items.all(|item| item.kind() == ValueKind::Map)),
+        ValueKind::Map | ValueKind::String => !list.is_true(),
+        _ => false,
     }
 }
 

@@ -120,7 +120,8 @@ fn message(message: &Json<'_>, format: ContentFormat) -> Result<Message, NoPromp
         ContentFormat::String | ContentFormat::Auto => {
             // Placeholders of media are put before the text of their message.
             let gap = texts.iter().any(|part| matches!(part, Part::Media));
-            let texts: Vec<String> = texts.into_iter().filter_map(Part::text).collect();
+            // Python drops empty ones: no newline stands for them.
+            let texts: Vec<String> = texts.into_iter().filter_map(Part::text).filter(|text| !text.is_empty()).collect();
             Content::Text(if gap { format!("{GAP}{}", texts.join("\n")) } else { texts.join("\n") })
         }
     };

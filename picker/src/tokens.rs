@@ -3,6 +3,10 @@
 use crate::prompt::NotExact;
 use std::collections::HashSet;
 
+/// Bytes of text between special tokens whose ids are kept, so that the earlier turns of a chat are not encoded again:
+/// about 500 chats of 16,000 characters, text and ids. The oldest go first.
+const SEGMENT_CACHE_BYTES: usize = 16 << 20;
+
 /// The tokenizer of one bundle.
 pub struct Tokenizer {
     inner: fastokens::Tokenizer,
@@ -39,7 +43,8 @@ impl Tokenizer {
         if dropout > 0.0 {
             return Err(fault("the tokenizer drops merges at random".into()));
         }
-        let inner = fastokens::Tokenizer::from_json(json).map_err(|e| fault(format!("{e}")))?;
+        let mut inner = fastokens::Tokenizer::from_json(json).map_err(|e| fault(format!("{e}")))?;
+        inner.enable_segment_cache(SEGMENT_CACHE_BYTES);
         let cuts = inner
             .added_token_configs()
             .iter()

@@ -55,7 +55,7 @@ async def main() -> None:
     )
     source = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else HERE / "bodies.jsonl"
     out = pathlib.Path(sys.argv[3]) if len(sys.argv) > 3 else HERE / "expected"
-    lines = source.read_text().splitlines()
+    lines = source.read_text().strip("\n").split("\n")
     templates = {"chatml": None} | {path.stem: path.read_text() for path in sorted((HERE / "templates").glob("*.jinja"))}
     for name, template in templates.items():
         renderer.chat_template = template
