@@ -37,7 +37,7 @@
 //! | `default_chat_template_kwargs` | no | `--default-chat-template-kwargs` |
 //! | `exclude_tools_when_tool_choice_none` | no | the flag of that name |
 //! | `truncation_side` | no | `tokenizer.truncation_side`, "left" when absent |
-//! | `not_exact` | no | a reason why no prompt of this model can be reproduced (Mistral tokenizer, Harmony, a renderer of its own, slow tokenizer); completions of token ids stay exact |
+//! | `not_exact` | no | a reason why no prompt of this model can be reproduced (`tokenizer_args_from_config(model_config)[0]` is neither "hf" nor "kimi_audio", slow tokenizer); `tokenizer` may then be `{}`; completions of token ids stay exact |
 //!
 //! Unknown fields are ignored, so that later agents may add some. The digest is that of the bytes as sent.
 

@@ -28,6 +28,9 @@ const ARGUMENTS: &[&str] = &[
     "tokenizer_kwargs",
 ];
 
+/// Model types whose chats vLLM renders by code of its own, whatever template they bring.
+const OWN_RENDERERS: &[&str] = &["gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"];
+
 /// The templates of one model, and how its server fills them.
 #[derive(Debug)]
 pub struct Chat {
@@ -63,6 +66,10 @@ impl Chat {
     /// # Errors
     /// Why chats of this model cannot be exact.
     pub fn load(bundle: &Bundle) -> Result<Chat, NotExact> {
+        if OWN_RENDERERS.contains(&bundle.model_type.as_str()) {
+            let detail = format!("vLLM renders chats of {} by its own code, not by a template", bundle.model_type);
+            return Err(NotExact { label: "model", detail });
+        }
         let default = bundle.chat_template.as_ref().or_else(|| bundle.chat_templates.get("default"));
         let Some(default) = default else {
             return Err(NotExact { label: "no_template", detail: "the bundle has no chat template".into() });

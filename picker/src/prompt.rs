@@ -72,7 +72,8 @@ pub enum NoPrompt {
 pub struct Renderer {
     models: Vec<String>,
     max_model_len: u64,
-    tokenizer: Tokenizer,
+    /// Absent only where text is never exact.
+    tokenizer: Option<Tokenizer>,
     chat: Result<Chat, NotExact>,
     /// Whether the engine cuts a long prompt at its start.
     cut_left: bool,
@@ -87,10 +88,15 @@ impl Renderer {
     /// [`NotExact`] when the tokenizer cannot be loaded: requests of that model are routed by load. A template that
     /// cannot be used is no error here: completions stay exact, chats answer [`NoPrompt::NotExact`].
     pub fn load(bundle: &Bundle) -> Result<Renderer, NotExact> {
+        let tokenizer = match Tokenizer::load(&bundle.tokenizer) {
+            Ok(tokenizer) => Some(tokenizer),
+            Err(_) if bundle.not_exact.is_some() => None,
+            Err(fault) => return Err(fault),
+        };
         Ok(Renderer {
             models: bundle.models.clone(),
             max_model_len: bundle.max_model_len,
-            tokenizer: Tokenizer::load(&bundle.tokenizer)?,
+            tokenizer,
             chat: Chat::load(bundle),
             cut_left: bundle.truncation_side.as_deref() != Some("right"),
             fault: bundle.not_exact.clone().map(|detail| NotExact { label: "model", detail }),
@@ -109,7 +115,9 @@ impl Renderer {
 
     /// Builds the tokenizer's tables for the current thread.
     pub fn warm(&self) {
-        self.tokenizer.warm();
+        if let Some(tokenizer) = &self.tokenizer {
+            tokenizer.warm();
+        }
     }
 
     /// The ids of the request's (first) prompt.
@@ -128,9 +136,11 @@ impl Renderer {
             Given::Text(text) => Cow::Borrowed(text),
             Given::Nothing => Cow::Owned(self.text(request, now)?),
         };
-        if let Some(fault) = &self.fault {
-            return Err(fault.clone().into());
-        }
+        let tokenizer = match (&self.fault, &self.tokenizer) {
+            (None, Some(tokenizer)) => tokenizer,
+            (Some(fault), _) => return Err(fault.clone().into()),
+            (None, None) => return Err(NotExact { label: "tokenizer", detail: "no tokenizer".into() }.into()),
+        };
         let add_special = match body.given("add_special_tokens") {
             Some(Json::Bool(value)) => *value,
             Some(_) => return Err(NoPrompt::Refused("add_special_tokens must be true or false".into())),
@@ -145,12 +155,12 @@ impl Renderer {
             if cut.keep.is_some() {
                 return Err(rest.into());
             }
-            let mut tokens = self.tokenizer.encode(before, add_special)?;
-            tokens.truncate(self.tokenizer.settled(&tokens));
-            let length = self.tokenizer.encode(&text.replace(GAP, ""), add_special)?.len();
+            let mut tokens = tokenizer.encode(before, add_special)?;
+            tokens.truncate(tokenizer.settled(&tokens));
+            let length = tokenizer.encode(&text.replace(GAP, ""), add_special)?.len();
             return Ok(Prompt { tokens, length, rest: Some(rest) });
         }
-        cut.text(&text, add_special, &self.tokenizer).map(Prompt::whole)
+        cut.text(&text, add_special, tokenizer).map(Prompt::whole)
     }
 
     /// The text of a chat as the engine renders it. Images and the like are marked.
@@ -410,10 +420,19 @@ mod tests {
 
     #[test]
     fn a_model_that_is_never_exact_still_takes_ids() {
-        let bundle = Bundle { not_exact: Some("a Mistral tokenizer".into()), ..bundle(Some(TEMPLATE)) };
+        let (not_exact, tokenizer) = (Some("a Mistral tokenizer".into()), json!({}));
+        let bundle = Bundle { not_exact, tokenizer, ..bundle(Some(TEMPLATE)) };
         assert_eq!(run(&bundle, Kind::Completions, json!({"prompt": [1, 2]})).map(|p| p.tokens), Ok(vec![1, 2]));
         let text = run(&bundle, Kind::Completions, json!({"prompt": "x"}));
         assert!(matches!(text, Err(NoPrompt::NotExact(NotExact { label: "model", .. }))));
+    }
+
+    #[test]
+    fn some_models_do_not_use_their_template() {
+        let harmony = Bundle { model_type: "gpt_oss".into(), ..bundle(Some(TEMPLATE)) };
+        let chat = run(&harmony, Kind::Chat, json!({"messages": [{"role": "user", "content": "x"}]}));
+        assert!(matches!(chat, Err(NoPrompt::NotExact(NotExact { label: "model", .. }))));
+        assert!(run(&harmony, Kind::Completions, json!({"prompt": "x"})).is_ok());
     }
 
     #[test]
