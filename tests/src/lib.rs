@@ -5,6 +5,7 @@
 //! * [`talk`], [`decision`], [`holdings`], [`report`]: what is sent, what came of it, what must hold.
 //! * [`edge`]: processes, downloads, sockets.
 //! * [`app`]: `cargo demo`.
+//! * [`sim`]: the inside of a simulated engine; its outside is in [`edge::sim`].
 //! * [`naive`], [`seeded`]: models and random worlds that the tests compare with.
 //! * [`rust_source`]: what the house rules read of a source file.
 
@@ -19,4 +20,5 @@ pub mod plan;
 pub mod report;
 pub mod rust_source;
 pub mod seeded;
+pub mod sim;
 pub mod talk;

@@ -2,6 +2,8 @@
 
 pub mod agent;
 pub mod client;
+pub mod fake_envoy;
+pub mod fake_index;
 pub mod hashes;
 pub mod http;
 pub mod install;
@@ -9,3 +11,4 @@ pub mod lookup;
 pub mod parts;
 pub mod ports;
 pub mod process;
+pub mod sim;
