@@ -94,17 +94,19 @@ impl Plan {
         self.engines.iter().map(entry).collect()
     }
 
-    /// The index's configuration. JSON is YAML.
+    /// The index's configuration. JSON is YAML. An engine may be silent for five times as long as by default before
+    /// it is credited nothing: what is proved here is exactness, on cores that may be busy for more than a second.
     pub fn index_config(&self) -> Value {
         json!({
             "http": local(self.index_http).to_string(),
             "grpc": local(self.index_grpc).to_string(),
             "fleet": self.fleet(),
             "seed": SEED,
+            "stale_after_ms": 5000,
         })
     }
 
-    /// The picker's configuration.
+    /// The picker's configuration. Its deadline is a hundred times the default, for the same reason.
     pub fn picker_config(&self) -> Value {
         json!({
             "ext_proc": local(self.ext_proc).to_string(),
@@ -113,6 +115,7 @@ impl Plan {
             "index": [local(self.index_grpc).to_string()],
             "fleet": self.fleet(),
             "seed": SEED,
+            "deadline": {"base_ms": 2000, "max_ms": 5000},
         })
     }
 

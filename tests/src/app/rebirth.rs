@@ -9,8 +9,8 @@ use crate::talk::Chat;
 use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 
-/// How long the index may credit an engine that says nothing: `stale_after_ms` is 1 s.
-const UNCREDITED: Duration = Duration::from_secs(10);
+/// How long the index may credit an engine that says nothing: the demo's `stale_after_ms` is 5 s.
+const UNCREDITED: Duration = Duration::from_secs(20);
 
 /// Kills the engine that holds more, sends a turn of each of its chats to the fleet without it and after its return.
 ///
