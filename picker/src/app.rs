@@ -1,6 +1,6 @@
 //! The picker put together. Used by `kvatlas-picker` and by tests.
 
-use crate::config::{Config, FleetSource, IndexSource, check};
+use crate::config::{Config, FleetSource, IndexSource, check, first_fleet, read_bundles};
 use crate::edge::embedded::Embedded;
 use crate::edge::ext_proc::Stopping;
 use crate::edge::lookup::Index;
@@ -50,7 +50,8 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
     if config.seed == 0 {
         tracing::warn!("the seed is 0: fingerprints are unkeyed; set a seed, the same for agents and picker");
     }
-    let (entries, file) = files::first(&config.fleet)?;
+    let (entries, file) = first_fleet(&config.fleet)?;
+    let bundles_given = read_bundles(&config.models)?;
     let index = match &config.index {
         IndexSource::None => Index::None,
         IndexSource::Addresses(addresses) => Index::Remote(Remote::new(addresses, config.index_token.as_deref())?),
@@ -59,7 +60,7 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
     let render = RenderPool::start(config.render_threads, config.render_limit).context("no threads to tokenize")?;
     let (ext_proc_at, health_at, http_at) = (config.ext_proc, config.health, config.http);
     let router = Arc::new(Router::new(config, index, render, Metrics::new().context("metrics")?));
-    let local = bundles::load_local(&router).await?;
+    let local = bundles::load_local(&router, bundles_given).await?;
     let wanted = bundles::Wanted::new();
     let joiner = Arc::new(Joiner::new(Arc::clone(&router), entries.clone(), wanted.clone()));
 
@@ -68,6 +69,8 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
     let ext_proc = listener.local_addr()?;
     let admin_listener = bind(http_at, "http").await?;
     let http = admin_listener.local_addr()?;
+    let health_listener = bind(health_at, "health").await?;
+    let health = health_listener.local_addr()?;
 
     let mut background = JoinSet::new();
     background.spawn(told::sweep(Arc::clone(&router)));
@@ -91,7 +94,7 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
         }
     });
     // Last: who is told that the picker is there finds everything in place.
-    let (health, reporter) = ext_proc::serve_health(health_at, stopped).await?;
+    let reporter = ext_proc::serve_health(health_listener, stopped).await;
     tracing::info!(%ext_proc, %health, %http, "the picker is there");
     Ok(Handle { ext_proc, health, http, stopping, reporter, serving, background, router })
 }

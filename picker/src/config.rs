@@ -11,7 +11,7 @@ use std::time::Duration;
 
 mod file;
 
-pub use file::{MAX_FILE_BYTES, parse_seed, read_fleet};
+pub use file::{MAX_FILE_BYTES, first_fleet, parse_seed, read_bundles, read_fleet};
 
 /// How often a watched fleet file is looked at.
 pub const FLEET_POLL: Duration = Duration::from_millis(500);

@@ -1,7 +1,9 @@
 //! The keys of the file, and files that it names.
 
+use super::{FleetSource, Model};
 use crate::pick::{Mode, Profile};
 use anyhow::{Context, bail};
+use proto::control::MAX_BUNDLE_BYTES;
 use proto::fleet::{self, Entry};
 use serde::Deserialize;
 use std::net::SocketAddr;
@@ -152,6 +154,37 @@ pub fn read_fleet(path: &Path) -> anyhow::Result<Vec<Entry>> {
     };
     fleet::check(&entries)?;
     Ok(entries)
+}
+
+/// The list at the start, and the file to watch, if it is one.
+///
+/// # Errors
+/// When the file cannot be read or is refused.
+pub fn first_fleet(source: &FleetSource) -> anyhow::Result<(Vec<Entry>, Option<PathBuf>)> {
+    match source {
+        FleetSource::Inline(entries) => Ok((entries.clone(), None)),
+        FleetSource::File(path) => {
+            let entries = read_fleet(path).with_context(|| format!("the fleet list {} is refused", path.display()))?;
+            Ok((entries, Some(path.clone())))
+        }
+    }
+}
+
+/// Reads the bundles that the configuration names: models and bytes.
+///
+/// # Errors
+/// When one cannot be read or is longer than an engine's may be.
+pub fn read_bundles(models: &[Model]) -> anyhow::Result<Vec<(String, Vec<u8>)>> {
+    let mut read = Vec::new();
+    for model in models {
+        let Some(path) = &model.bundle else { continue };
+        let length = std::fs::metadata(path).with_context(|| path.display().to_string())?.len();
+        if length > MAX_BUNDLE_BYTES as u64 {
+            bail!("{} has {length} bytes; at most {MAX_BUNDLE_BYTES} are taken", path.display());
+        }
+        read.push((model.name.clone(), std::fs::read(path).with_context(|| path.display().to_string())?));
+    }
+    Ok(read)
 }
 
 /// Reads a seed: decimal, or hexadecimal after `0x`.

@@ -4,7 +4,6 @@ use super::router::Router;
 use crate::bundle::{Bundle, digest};
 use crate::pool::Pool;
 use crate::prompt::Renderer;
-use anyhow::Context;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +13,6 @@ use tokio::sync::watch;
 const AGAIN: Duration = Duration::from_millis(500);
 /// Models whose bundles are kept. Each takes 80 to 300 MB.
 const MAX_MODELS: usize = 64;
-/// Largest bundle file taken, as from an engine.
-const MAX_FILE_BYTES: u64 = proto::control::MAX_BUNDLE_BYTES as u64;
 
 /// Which bundle each model of the pool wants: digests by base model.
 #[derive(Clone)]
@@ -54,23 +51,26 @@ impl Wanted {
     }
 }
 
-/// Loads the bundles that the configuration names. Those stay, whatever engines tell.
+/// A bundle of the configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("the bundle of {model:?} cannot be used: {why}")]
+pub struct BadLocal {
+    model: String,
+    why: String,
+}
+
+/// Loads bundles of the configuration, by model. Those stay, whatever engines tell. Gives the models.
 ///
 /// # Errors
-/// When a file cannot be read or used.
-pub async fn load_local(router: &Arc<Router>) -> anyhow::Result<Vec<String>> {
-    let mut names = Vec::new();
-    for model in &router.config.models {
-        let Some(path) = model.bundle.clone() else { continue };
-        let bytes = tokio::task::spawn_blocking(move || -> anyhow::Result<Vec<u8>> {
-            let length = std::fs::metadata(&path).with_context(|| path.display().to_string())?.len();
-            anyhow::ensure!(length <= MAX_FILE_BYTES, "{} has {length} bytes, at most {MAX_FILE_BYTES}", path.display());
-            std::fs::read(&path).with_context(|| path.display().to_string())
-        })
-        .await??;
-        let renderer = load(bytes).await.map_err(|why| anyhow::anyhow!("the bundle of {:?}: {why}", model.name))?;
-        install(router, &model.name, renderer).await;
-        names.push(model.name.clone());
+/// When one cannot be used.
+pub async fn load_local(router: &Arc<Router>, bundles: Vec<(String, Vec<u8>)>) -> Result<Vec<String>, BadLocal> {
+    let mut names = Vec::with_capacity(bundles.len());
+    for (model, bytes) in bundles {
+        match load(bytes).await {
+            Ok(renderer) => install(router, &model, renderer).await,
+            Err(why) => return Err(BadLocal { model, why }),
+        }
+        names.push(model);
     }
     Ok(names)
 }

@@ -6,7 +6,6 @@ use crate::exchange::{Exchange, Part, Reply, Step};
 use crate::refusal::Refusal;
 use proto::wire::envoy::service::ext_proc::v3 as ext;
 use proto::wire::envoy::service::ext_proc::v3::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
-use std::net::SocketAddr;
 use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -66,18 +65,13 @@ pub async fn serve(
         .await
 }
 
-/// Serves gRPC health on an address of its own, as Envoy's health checks ask for.
-///
-/// # Errors
-/// When the address is taken.
+/// Serves gRPC health on a listener of its own, as Envoy's health checks ask for.
 pub async fn serve_health(
-    address: SocketAddr,
+    listener: TcpListener,
     mut stopping: watch::Receiver<Stopping>,
-) -> anyhow::Result<(SocketAddr, tonic_health::server::HealthReporter)> {
+) -> tonic_health::server::HealthReporter {
     let (reporter, service) = tonic_health::server::health_reporter();
     reporter.set_serving::<ExternalProcessorServer<Service>>().await;
-    let listener = TcpListener::bind(address).await.map_err(|e| anyhow::anyhow!("health on {address}: {e}"))?;
-    let bound = listener.local_addr()?;
     tokio::spawn(async move {
         let served = Server::builder()
             .add_service(service)
@@ -88,7 +82,7 @@ pub async fn serve_health(
             tracing::error!(%error, "gRPC health ended");
         }
     });
-    Ok((bound, reporter))
+    reporter
 }
 
 /// From now on health says that nothing is served.

@@ -1,23 +1,8 @@
-//! The fleet list: inline, or a file that is looked at twice a second.
+//! The fleet list's file, looked at twice a second.
 
-use crate::config::{FLEET_POLL, FleetSource, read_fleet};
-use anyhow::Context;
+use crate::config::{FLEET_POLL, read_fleet};
 use proto::fleet::Entry;
 use std::path::PathBuf;
-
-/// The list at the start, and the file to watch, if it is one.
-///
-/// # Errors
-/// When the file cannot be read or is refused.
-pub fn first(source: &FleetSource) -> anyhow::Result<(Vec<Entry>, Option<PathBuf>)> {
-    match source {
-        FleetSource::Inline(entries) => Ok((entries.clone(), None)),
-        FleetSource::File(path) => {
-            let entries = read_fleet(path).with_context(|| format!("the fleet list {} is refused", path.display()))?;
-            Ok((entries, Some(path.clone())))
-        }
-    }
-}
 
 /// Watches a file for ever and tells each new list. A list that is refused is logged once, and the last good one stays.
 pub async fn watch(path: PathBuf, mut known: Vec<Entry>, tell: impl Fn(Vec<Entry>)) {

@@ -45,6 +45,17 @@ struct Peer {
     suspect_ms: AtomicU64,
 }
 
+/// Why indexes cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BadIndex {
+    /// No address.
+    #[error("an address of the index is none: {0}")]
+    Address(#[from] tonic::transport::Error),
+    /// No header value.
+    #[error("the token of the index cannot be sent: {0}")]
+    Token(#[from] tonic::metadata::errors::InvalidMetadataValue),
+}
+
 /// Indexes by address.
 pub struct Remote {
     peers: Vec<Peer>,
@@ -59,7 +70,7 @@ impl Remote {
     ///
     /// # Errors
     /// When an address or the token has characters that they cannot have.
-    pub fn new(addresses: &[String], token: Option<&str>) -> anyhow::Result<Remote> {
+    pub fn new(addresses: &[String], token: Option<&str>) -> Result<Remote, BadIndex> {
         let token = token.map(|token| format!("Bearer {token}").parse()).transpose()?;
         let mut peers = Vec::with_capacity(addresses.len());
         for address in addresses {

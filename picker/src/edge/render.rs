@@ -176,7 +176,7 @@ mod tests {
             // The slow one is polled first, so it is in already.
             let refused = pool.run(3, || 3).await;
             let taken = pool.run(2, || 4);
-            drop(open.send(()));
+            let _ = open.send(());
             (refused, taken.await)
         };
         let (slow, second) = tokio::join!(biased; slow, second);

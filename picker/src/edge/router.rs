@@ -90,6 +90,14 @@ struct Gathered {
     stages: Stages,
 }
 
+/// A placement that was made.
+struct Made {
+    /// The rank to ask for.
+    rank: Option<u32>,
+    /// Placements that had to be forgotten for want of room.
+    forgotten: Vec<Id>,
+}
+
 impl Router {
     /// A router that knows nothing yet.
     pub fn new(config: Config, index: Index, render: RenderPool, metrics: Metrics) -> Router {
@@ -140,7 +148,7 @@ impl Router {
         let (id, text) = request_id();
         let (decision, placed) = self.settle(&ask, gathered, began, id, text, true);
         match (&decision.address, placed) {
-            (Some(address), Some((rank, forgotten))) => {
+            (Some(address), Some(Made { rank, forgotten })) => {
                 let verdict =
                     Verdict::Go { destination: address.clone(), rank, request_id: decision.request_id.clone() };
                 self.note(Some(id), decision);
@@ -261,7 +269,7 @@ impl Router {
     }
 
     /// Scores and picks; with `place` also counts the placement and tells the index, in one breath, so that the next
-    /// decision sees it. Gives the rank to ask for, and placements that had to be forgotten.
+    /// decision sees it.
     fn settle(
         &self,
         ask: &Ask,
@@ -270,7 +278,7 @@ impl Router {
         id: Id,
         request_id: String,
         place: bool,
-    ) -> (Decision, Option<(Option<u32>, Vec<Id>)>) {
+    ) -> (Decision, Option<Made>) {
         let scoring = Instant::now();
         let Gathered { prepared, found, degraded, mut stages } = gathered;
         let pool = self.pool.load_full();
@@ -322,7 +330,7 @@ impl Router {
             log(&decision, &prepared);
         }
         let rank = chosen.and_then(|chosen| chosen.engine.rank);
-        (decision, forgotten.map(|forgotten| (rank, forgotten)))
+        (decision, forgotten.map(|forgotten| Made { rank, forgotten }))
     }
 
     /// Bytes of bodies are taken from a common budget before they are kept.
