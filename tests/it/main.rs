@@ -1,5 +1,8 @@
 //! All integration tests, in one binary: one link, one place to look.
 
+mod agent_fingerprints;
+mod agent_memory;
+mod agent_truth;
 mod concurrency;
 mod find;
 mod r#gen;
