@@ -124,6 +124,11 @@ impl Handle {
         self.shared.bundles.get(&self.shared.lookup.board, model)
     }
 
+    /// Different blocks known now.
+    pub fn nodes(&self) -> u64 {
+        self.shared.metrics.core().used
+    }
+
     /// Milliseconds since the index started: the clock of every [`crate::answer::Status`].
     pub fn now_ms(&self) -> u64 {
         self.shared.lookup.board.clock.now_ms()

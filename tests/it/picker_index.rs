@@ -24,7 +24,7 @@ fn says() -> Result<Says> {
     let bundle = bundle()?;
     let engines = ["a.0", "b.0", "c.0"].map(|id| engine(id, "tiny", SEED, &bundle)).to_vec();
     let holds = HashMap::from([("b.0".to_string(), blocks(0..64, "", ""))]);
-    Ok(Says { engines, holds, bundle, ..Says::default() })
+    Ok(Says { engines, holds, bundle, nodes: 4, ..Says::default() })
 }
 
 async fn with_index() -> Result<(FakeIndex, World)> {
@@ -93,6 +93,8 @@ async fn what_came_of_predictions_is_joined_and_counted() -> Result<()> {
         "epp_stale_cache_routing_total 2",
         "epp_routing_decisions_total{model=\"tiny\"} 4",
         "epp_candidate_pods 3",
+        "epp_prefix_tree_nodes 4",
+        "epp_queue_depth{pod=\"b.0\"} 0",
         "epp_cache_match_ratio_count 4",
         "epp_composite_score_count 4",
         "epp_scoring_latency_us_count 4",

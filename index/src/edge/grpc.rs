@@ -242,6 +242,7 @@ fn of_update(update: &Update, shared: &Shared) -> wire::WatchEvent {
         gone: update.gone.iter().map(ToString::to_string).collect(),
         lives: update.lives.iter().map(of_life).collect(),
         whole: update.whole,
+        nodes: shared.metrics.core().used,
     }
 }
 

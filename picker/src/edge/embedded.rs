@@ -115,6 +115,7 @@ impl Embedded {
             gone: update.gone.iter().map(ToString::to_string).collect(),
             lives: lives.collect(),
             whole: update.whole,
+            nodes: self.handle.nodes(),
         }
     }
 

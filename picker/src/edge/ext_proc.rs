@@ -7,6 +7,7 @@ use crate::refusal::Refusal;
 use proto::wire::envoy::service::ext_proc::v3 as ext;
 use proto::wire::envoy::service::ext_proc::v3::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
@@ -22,6 +23,10 @@ const MAX_STREAMS: u32 = 1 << 16;
 /// What one stream and one connection may send ahead: bodies of 1 MiB come without waiting for us.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
+/// A connection whose other side is gone is noticed within this and a bit.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// An unanswered request that sends nothing for so long is failed: above Envoy's own five minutes.
+const IDLE: Duration = Duration::from_secs(330);
 /// Above the longest body, for headers and framing.
 const MESSAGE_ROOM: usize = 1 << 20;
 
@@ -55,6 +60,8 @@ pub async fn serve(
     let service = ExternalProcessorServer::new(service).max_decoding_message_size(limit);
     Server::builder()
         .max_concurrent_streams(MAX_STREAMS)
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .add_service(service)
@@ -160,6 +167,9 @@ impl Flow {
                 message = messages.message() => Some(message),
                 // What is borrowed from the channel must not live across the next wait.
                 () = async { drop(stopping.wait_for(|now| *now >= limit).await) } => None,
+                () = tokio::time::sleep(IDLE), if !self.exchange.complete() => {
+                    Some(Err(Status::deadline_exceeded("nothing came for too long")))
+                }
             };
             let Some(message) = message else {
                 self.stop().await;

@@ -91,6 +91,8 @@ pub struct News {
     pub lives: Vec<Life>,
     /// Whether `engines` is the whole fleet.
     pub whole: bool,
+    /// Different blocks that the index knows.
+    pub nodes: u64,
 }
 
 /// Where news go. Called from one task at a time.

@@ -91,7 +91,7 @@ impl Metrics {
             candidates: add(r, IntGauge::new("epp_candidate_pods", "Engines ranked at the last decision."))?,
             tree_nodes: add(
                 r,
-                IntGauge::new("epp_prefix_tree_nodes", "Blocks known, where the index is inside the picker; else see the index."),
+                IntGauge::new("epp_prefix_tree_nodes", "Different blocks that the index knows, 0 while it is away."),
             )?,
             stale: add(
                 r,
@@ -243,7 +243,11 @@ impl Metrics {
         self.untold.set(untold as i64);
         self.index_followed.set(i64::from(followed));
         self.bundles.set(bundles as i64);
-        self.tree_nodes.set(0);
+    }
+
+    /// Different blocks that the index knows.
+    pub fn nodes(&self, nodes: u64) {
+        self.tree_nodes.set(nodes as i64);
     }
 
     /// Everything in Prometheus' text format.

@@ -351,5 +351,11 @@ fn news(event: wire::WatchEvent) -> News {
         };
         Some(Life { id, step })
     });
-    News { engines: engines.collect(), lives: lives.collect(), gone: event.gone, whole: event.whole }
+    News {
+        engines: engines.collect(),
+        lives: lives.collect(),
+        gone: event.gone,
+        whole: event.whole,
+        nodes: event.nodes,
+    }
 }

@@ -327,7 +327,7 @@ impl Router {
                 self.metrics.unhealthy(&engines[*at].engine.id, engines[*at].health);
             }
             self.metrics.decided(&decision, prepared.known_model);
-            log(&decision, &prepared);
+            log(&decision, &prepared, self);
         }
         let rank = chosen.and_then(|chosen| chosen.engine.rank);
         (decision, forgotten.map(|forgotten| Made { rank, forgotten }))
@@ -360,30 +360,42 @@ fn bad_body(bad: &BadBody, limit: usize) -> Refusal {
     }
 }
 
-/// The three points of a request in the log, all with its id.
-fn log(decision: &Decision, prepared: &Prepared) {
+/// The points of a request in the log, all with its id: what was decided at INFO, why at DEBUG, with what at TRACE.
+fn log(decision: &Decision, prepared: &Prepared, router: &Router) {
     let id = decision.request_id.as_str();
-    tracing::info!(
-        requestID = id,
-        clientRequestID = decision.client_id.as_deref().unwrap_or_default(),
-        model = decision.model,
-        inputTokens = decision.prompt_tokens.unwrap_or(0),
-        adapter = decision.adapter,
-        "received"
-    );
-    if !prepared.detail.is_empty() {
-        tracing::debug!(requestID = id, reason = prepared.degraded, detail = prepared.detail, "degraded");
-    }
+    let client = decision.client_id.as_deref().unwrap_or_default();
     if tracing::enabled!(tracing::Level::DEBUG) {
-        let all = serde_json::to_string(&decision.candidates).unwrap_or_default();
-        let excluded = serde_json::to_string(&decision.excluded).unwrap_or_default();
-        let stages = serde_json::to_string(&decision.stages).unwrap_or_default();
-        tracing::debug!(requestID = id, all, excluded, stages, degraded = ?decision.degraded, "considered");
+        tracing::debug!(
+            requestID = id,
+            clientRequestID = client,
+            model = decision.model,
+            inputTokens = decision.prompt_tokens.unwrap_or(0),
+            adapter = decision.adapter,
+            "received"
+        );
+        if !decision.degraded.is_empty() {
+            tracing::debug!(requestID = id, reasons = ?decision.degraded, detail = prepared.detail, "degraded");
+        }
+        let top: Vec<_> = decision.candidates.iter().take(3).map(|c| (&c.engine, c.score, &c.factors)).collect();
+        tracing::debug!(
+            requestID = id,
+            top = json(&top),
+            all = json(&decision.candidates),
+            excluded = json(&decision.excluded),
+            stages = json(&decision.stages),
+            "scored"
+        );
     }
-    let top: Vec<_> = decision.candidates.iter().take(3).map(|c| (&c.engine, c.score, &c.factors)).collect();
-    tracing::info!(requestID = id, top = serde_json::to_string(&top).unwrap_or_default(), "scored");
+    if tracing::enabled!(tracing::Level::TRACE) {
+        let weights: Vec<_> = router.config.policy.factors.weights().collect();
+        for chain in &prepared.chains {
+            let blocks = &chain.fingerprints;
+            tracing::trace!(requestID = id, blockSize = chain.block_size, ?blocks, ?weights, "blocks");
+        }
+    }
     tracing::info!(
         requestID = id,
+        clientRequestID = client,
         pod = decision.engine.as_deref().unwrap_or_default(),
         address = decision.address.as_deref().unwrap_or_default(),
         reason = decision.reason,
@@ -391,4 +403,9 @@ fn log(decision: &Decision, prepared: &Prepared) {
         matchRatio = decision.match_ratio,
         "picked"
     );
+}
+
+/// Nested values of a log line, which are text there.
+fn json<T: serde::Serialize>(value: &T) -> String {
+    serde_json::to_string(value).unwrap_or_default()
 }

@@ -53,6 +53,7 @@ impl Joiner {
 
 impl Follower for Joiner {
     fn told(&self, news: News) {
+        self.router.metrics.nodes(news.nodes);
         if news.whole || !news.engines.is_empty() || !news.gone.is_empty() {
             let mut sources = self.sources();
             sources.told(news.engines, &news.gone, news.whole);
@@ -80,6 +81,7 @@ impl Follower for Joiner {
     }
 
     fn away(&self) {
+        self.router.metrics.nodes(0);
         let mut sources = self.sources();
         sources.away();
         self.publish(&sources);

@@ -133,6 +133,9 @@ pub struct WatchEvent {
     /// The first event is whole; later ones are changes.
     #[prost(bool, tag = "4")]
     pub whole: bool,
+    /// Different blocks that the index knows now.
+    #[prost(uint64, tag = "5")]
+    pub nodes: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Engine {

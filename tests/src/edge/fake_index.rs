@@ -31,6 +31,8 @@ pub struct Says {
     pub holds: HashMap<String, Vec<u64>>,
     /// The bundle of every model.
     pub bundle: Vec<u8>,
+    /// Different blocks that it says it knows.
+    pub nodes: u64,
     /// Lookups are never answered.
     pub hangs: bool,
     /// Lookups asked.
@@ -118,7 +120,8 @@ impl FakeIndex {
 
     /// Tells every watcher of a step in a request's life.
     pub fn life(&self, life: RequestLife) {
-        self.tell(WatchEvent { lives: vec![life], ..WatchEvent::default() });
+        let nodes = self.says().nodes;
+        self.tell(WatchEvent { lives: vec![life], nodes, ..WatchEvent::default() });
     }
 }
 
@@ -189,7 +192,10 @@ impl Index for Service {
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Watching>, Status> {
         // Subscribed first: what changes in between is told twice, never missed.
         let changes = BroadcastStream::new(self.events.subscribe());
-        let whole = WatchEvent { engines: lock(&self.says).engines.clone(), whole: true, ..WatchEvent::default() };
+        let whole = {
+            let says = lock(&self.says);
+            WatchEvent { engines: says.engines.clone(), whole: true, nodes: says.nodes, ..WatchEvent::default() }
+        };
         let changes = changes.map(|event| event.map_err(|_| Status::data_loss("too slow")));
         Ok(Response::new(Box::pin(tokio_stream::once(Ok(whole)).chain(changes))))
     }
