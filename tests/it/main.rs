@@ -4,6 +4,7 @@ mod agent_fingerprints;
 mod agent_memory;
 mod agent_truth;
 mod concurrency;
+mod envoy_cases;
 mod find;
 mod r#gen;
 mod parity;

@@ -27,9 +27,10 @@ impl Places {
     pub fn from_env() -> Result<Places> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the harness has no parent folder")?;
         let program = std::env::current_exe().context("the path of this program is unknown")?;
-        let programs = program.parent().context("this program is in no folder")?.to_path_buf();
-        // programs is <target>/<profile>; a test runs from <target>/<profile>/deps.
-        let programs = if programs.ends_with("deps") { programs.join("..") } else { programs };
+        let folder = program.parent().context("this program is in no folder")?;
+        // A program is in <target>/<profile>, a test in <target>/<profile>/deps.
+        let programs = if folder.ends_with("deps") { folder.parent().context("deps is in no folder")? } else { folder };
+        let programs = programs.to_path_buf();
         let e2e = match std::env::var_os("KVATLAS_E2E_DIR") {
             Some(given) => PathBuf::from(given),
             None => programs.parent().context("this program is not in a target folder")?.join("e2e"),

