@@ -1,7 +1,7 @@
 //! A reader that was stopped for a minute: the engine's process does not grow, and the reader is repaired.
 //!
-//! Three real processes: this test starts its own program twice more, as an engine and as a reader (the two ignored
-//! tests below), and stops the reader by SIGSTOP. The engine does 50 steps a second of 512 new blocks each, which is
+//! Three real processes: this test starts itself twice more, as an engine and as a reader, and stops the reader by
+//! SIGSTOP. The engine does 50 steps a second of 512 new blocks each, which is
 //! 400 KB/s of messages, 24 MB in the minute: a queue for the reader in the engine's process would show.
 
 use agent::engine::Request;
@@ -22,6 +22,9 @@ const STEPS_A_SECOND: u32 = 50;
 const BLOCKS_A_STEP: usize = 512;
 const POOL: u32 = 20_000;
 const GROWTH_BYTES: u64 = 16 << 20;
+/// In the environment of the other processes: what they are.
+const ROLE: &str = "KVATLAS_TEST_ROLE";
+const TEST: &str = "agent_memory::a_stopped_reader_does_not_grow_the_engine_and_is_repaired";
 /// Before a line of ours, since the test program prints lines of its own.
 const MARK: &str = "kvatlas-test ";
 
@@ -33,9 +36,10 @@ struct Other {
 }
 
 impl Other {
-    fn start(test: &str) -> Result<Self> {
+    fn start(role: &str) -> Result<Self> {
         let mut child = Command::new(std::env::current_exe()?)
-            .args(["--ignored", "--exact", "--nocapture", &format!("agent_memory::{test}")])
+            .args(["--exact", "--nocapture", TEST])
+            .env(ROLE, role)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -87,9 +91,14 @@ impl Drop for Other {
 
 #[test]
 fn a_stopped_reader_does_not_grow_the_engine_and_is_repaired() -> Result<()> {
-    let mut engine = Other::start("other_process_engine")?;
+    match std::env::var(ROLE).as_deref() {
+        Ok("engine") => return be_an_engine(),
+        Ok("reader") => return tokio::runtime::Runtime::new()?.block_on(be_a_reader()),
+        _ => {}
+    }
+    let mut engine = Other::start("engine")?;
     let addresses = engine.wait_for("addresses ")?;
-    let mut reader = Other::start("other_process_reader")?;
+    let mut reader = Other::start("reader")?;
     writeln!(reader.stdin, "{addresses}")?;
     reader.wait_for("in step")?;
     // Warm: the pool has gone round once, and the replay ring (4 MiB, 10 s) is full.
@@ -113,10 +122,8 @@ fn a_stopped_reader_does_not_grow_the_engine_and_is_repaired() -> Result<()> {
     Ok(())
 }
 
-/// An engine: publishes until its standard input ends.
-#[test]
-#[ignore = "a process of the test above"]
-fn other_process_engine() -> Result<()> {
+/// Publishes until its standard input ends.
+fn be_an_engine() -> Result<()> {
     let here = || "tcp://127.0.0.1:0".to_string();
     let config = Config { bind: here(), control: here(), ..Config::default() };
     let mut agent = Agent::start(&config, &Facts::plain("m", 16, POOL))?;
@@ -149,16 +156,13 @@ fn other_process_engine() -> Result<()> {
     Ok(())
 }
 
-/// A reader on the `zeromq` crate's sockets: says at each heartbeat whether it is in step, and repairs gaps.
-#[tokio::test]
-#[ignore = "a process of the test above"]
-async fn other_process_reader() -> Result<()> {
+/// On the `zeromq` crate's sockets: says at each heartbeat whether it is in step, and repairs gaps.
+async fn be_a_reader() -> Result<()> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
     let mut words = line.split_whitespace().skip(1);
     let mut events = zeromq::SubSocket::new();
-    let Some(address) = words.next() else { return Ok(()) }; // run by hand: nothing to read
-    events.connect(address).await?;
+    events.connect(words.next().context("no address")?).await?;
     events.subscribe("kvatlas/1/").await?;
     let mut control = zeromq::DealerSocket::new();
     control.connect(words.next().context("no control address")?).await?;

@@ -1,0 +1,162 @@
+"""What the hooks cost the engine's thread, on a real BlockPool: microseconds for each new block.
+
+    python tests/python/bench_hooks.py            # needs vLLM and the agent's wheel, built with --release
+
+Two ways of looking. `inside`: the time spent in the hooks themselves, by a clock around each (less the clock's own
+cost). `manager`: the cache manager's own work with and without the hooks, in alternating rounds of one process; on a
+noisy machine the difference of the two is rough. Not part of any test: numbers are for reading.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.update(KVATLAS_BIND="tcp://127.0.0.1:0", KVATLAS_CONTROL="tcp://127.0.0.1:0", VLLM_LOGGING_LEVEL="ERROR", KVATLAS_LOG="error")
+
+import torch  # noqa: E402
+from vllm.utils.hashing import sha256_cbor  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+
+from kvatlas import plugin  # noqa: E402
+from kvatlas._agent import Agent  # noqa: E402
+
+BLOCK, BLOCKS = 16, 4001
+clock = time.perf_counter_ns
+
+
+def manager() -> KVCacheManager:
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+    return KVCacheManager(config, max_model_len=65536, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True)
+
+
+def attach(kvm: KVCacheManager) -> Agent:
+    agent = Agent.start(kvm.block_pool, ["m"], BLOCK, BLOCKS, [("full_attention", BLOCK, 0)])
+    kvm._kvatlas = kvm.block_pool._kvatlas = agent
+    return agent
+
+
+def request(name: str, start: int, count: int) -> Request:
+    return Request(name, [(start * 7919 + i) % 150_000 for i in range(count)], SamplingParams(max_tokens=4), None, block_hasher=hasher)
+
+
+class Inside:
+    """Sums the time inside hooks, by hook."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
+        laps = [clock() for _ in range(10_001)]
+        self.own = statistics.median(b - a for a, b in zip(laps, laps[1:]))
+
+    def around(self, name: str, hook):
+        def timed(owner, result, args, kwargs):
+            start = clock()
+            hook(owner, result, args, kwargs)
+            self.spent[name] = self.spent.get(name, 0) + clock() - start - self.own
+            self.calls[name] = self.calls.get(name, 0) + 1
+
+        return timed
+
+
+def prefill(kvm: KVCacheManager, agent: Agent | None, turns: int, tokens: int) -> tuple[int, float]:
+    """Prompts without a hit, each cached in chunks of 512 tokens. New blocks and the manager's seconds."""
+    spent = blocks = 0
+    for turn in range(turns):
+        one = request(f"p{turn}", turn * 13 + id(kvm) % 1000, tokens)
+        if agent is not None:
+            agent.arrived(one)
+        start = clock()
+        for at in range(0, tokens, 512):
+            kvm.allocate_slots(one, min(512, tokens - at))
+            one.num_computed_tokens = min(at + 512, tokens)
+        spent += clock() - start
+        blocks += tokens // BLOCK
+        kvm.free(one)
+        if agent is not None:
+            agent.finished(one.request_id, "stop")
+    return blocks, spent
+
+
+def decode(kvm: KVCacheManager, agent: Agent | None, turns: int, batch: int) -> tuple[int, float]:
+    """A batch of requests that generate token by token: one new block in 16 tokens."""
+    spent = blocks = 0
+    live = []
+    for at in range(batch):
+        one = request(f"d{at}", at + id(kvm) % 1000, 64 + at % BLOCK)
+        if agent is not None:
+            agent.arrived(one)
+        kvm.allocate_slots(one, one.num_tokens)
+        one.num_computed_tokens = one.num_tokens
+        live.append(one)
+    for turn in range(turns):
+        for one in live:
+            one.append_output_token_ids(turn)
+            start = clock()
+            kvm.allocate_slots(one, 1)
+            spent += clock() - start
+            one.num_computed_tokens += 1
+            blocks += one.num_computed_tokens % BLOCK == 0
+    for one in live:
+        kvm.free(one)
+        if agent is not None:
+            agent.finished(one.request_id, "stop")
+    return blocks, spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    plugin.register()
+    inside = Inside()
+    from vllm.v1.core.block_pool import BlockPool
+
+    plain, hooked, timed = manager(), manager(), manager()
+    agents = [attach(hooked), attach(timed)]
+    works = {
+        "prefill, 512 tokens a call": lambda kvm, agent: prefill(kvm, agent, 20, 8192),
+        "decode, batch of 64": lambda kvm, agent: decode(kvm, agent, 320, 64),
+    }
+    for name, work in works.items():
+        shares: dict[str, list[float]] = {"plain": [], "hooked": []}
+        for _ in range(args.rounds):
+            for which, kvm, agent in (("plain", plain, None), ("hooked", hooked, agents[0])):
+                blocks, spent = work(kvm, agent)
+                shares[which].append(spent / blocks / 1000)
+        inside.spent.clear()
+        inside.calls.clear()
+        wrapped = {method: getattr(BlockPool, method) for method in ("cache_full_blocks", "get_new_blocks")}
+        for method, hook in (("cache_full_blocks", plugin._cached), ("get_new_blocks", plugin._handed_out)):
+            setattr(BlockPool, method, wrapped[method].__wrapped__)
+            plugin._wrap(BlockPool, method, inside.around(method, hook))
+        blocks = sum(work(timed, agents[1])[0] for _ in range(3))
+        for method, original in wrapped.items():
+            setattr(BlockPool, method, original)
+        print(f"{name}: us a new block")
+        for method, spent in inside.spent.items():
+            print(f"  inside {method:18} {spent / blocks / 1000:6.3f}   ({inside.calls[method]} calls, {blocks} blocks)")
+        print(f"  inside, both              {sum(inside.spent.values()) / blocks / 1000:6.3f}")
+        for which, values in shares.items():
+            print(f"  manager {which:7} min {min(values):6.2f}  median {statistics.median(values):6.2f}")
+    one = request("a", 1, 8192)
+    times = []
+    for _ in range(50):
+        start = clock()
+        agents[1].arrived(one)
+        times.append((clock() - start) / 512 / 1000)
+        agents[1].finished("a", "stop")
+    print(f"naming a prompt when it arrives: {min(times):.3f} us a block (512 blocks, least of 50)")
+    for agent in agents:
+        agent.stop()
+
+
+init_none_hash(sha256_cbor)
+hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+if __name__ == "__main__":
+    main()
