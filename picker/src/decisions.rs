@@ -159,6 +159,9 @@ pub struct Decision {
     pub available_tokens: u32,
     /// Predicted for the chosen engine; `None` without cache knowledge.
     pub predicted_tokens: Option<u32>,
+    /// Whether an engine will report on it.
+    #[serde(skip)]
+    pub placed: bool,
     /// Prompts in the body, and answers wanted for each: above 1 the engine starts several requests under one id.
     #[serde(skip)]
     pub several: bool,
@@ -241,7 +244,7 @@ impl Decisions {
                 self.by_client.remove(client);
             }
             self.base += 1;
-            if old.class.is_none() && old.engine.is_some() {
+            if old.class.is_none() && old.placed {
                 lost = Some(joined(&old, Class::Unknown, None));
             }
         }
@@ -346,6 +349,7 @@ mod tests {
             stages: Stages::default(),
             available_tokens: 64,
             predicted_tokens: predicted,
+            placed: true,
             several: false,
             delivered: None,
             class: None,
@@ -406,9 +410,12 @@ mod tests {
         assert_eq!(ring.push(Some(2), decision("d", Some(32))), None);
         assert_eq!(ring.finished(2, "abort".into()).map(|j| j.class), Some(Class::Unknown));
         assert_eq!(ring.push(Some(3), decision("e", None)).map(|j| j.class), Some(Class::Unknown));
-        assert_eq!(ring.push(Some(4), decision("f", None)), None, "it was reported when it ended");
+        let beside = Decision { placed: false, ..decision("f", None) };
+        assert_eq!(ring.push(Some(4), beside), None, "it was reported when it ended");
+        assert_eq!(ring.push(Some(5), decision("g", None)).map(|j| j.class), Some(Class::Unknown));
+        assert_eq!(ring.push(Some(6), decision("h", None)), None, "nobody was to report on it");
         assert!(ring.of_id(1).is_none() && ring.of_client("c").is_none() && ring.of_id(2).is_none());
-        assert_eq!(ring.newest(9).map(|d| d.client_id.clone().unwrap_or_default()).collect::<Vec<_>>(), ["f", "e"]);
+        assert_eq!(ring.newest(9).map(|d| d.client_id.clone().unwrap_or_default()).collect::<Vec<_>>(), ["h", "g"]);
         assert_eq!((ring.by_id.len(), ring.by_client.len()), (2, 2));
     }
 

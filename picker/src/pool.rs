@@ -12,6 +12,9 @@ use std::sync::Arc;
 /// Most data-parallel ranks of one entry that become candidates. vLLM's largest deployments have 64 a node.
 pub const MAX_RANKS: u32 = 256;
 
+/// Engines of which knowledge is kept: four ranks for each of the most entries, 500 bytes each.
+pub const MAX_KNOWN: usize = 4 * proto::fleet::MAX_ENTRIES;
+
 /// Largest block believed, in tokens: what an engine is checked with.
 pub const MAX_BLOCK_SIZE: u32 = 1 << 16;
 
@@ -230,9 +233,9 @@ impl Sources {
         if whole {
             self.known.clear();
         }
-        // Only names of the list are kept, so the index cannot make this grow.
+        // Names beyond the list are kept too: the index may have read the next list already. Nobody is sent there.
         for (id, knowledge) in engines {
-            if id.parse::<EngineId>().is_ok_and(|id| self.entries.iter().any(|e| e.name == id.name)) {
+            if self.known.len() < MAX_KNOWN || self.known.contains_key(&id) {
                 self.known.insert(id, Arc::new(self.checked(knowledge)));
             }
         }
@@ -312,8 +315,19 @@ mod tests {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1)]);
         sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1)), ("evil.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        assert_eq!(sources.pool().engines.iter().map(|e| &*e.id).collect::<Vec<_>>(), ["a.0"]);
+        let many = (0..2 * MAX_KNOWN).map(|i| (format!("e{i}.0"), knowledge(&["tiny"], 1)));
+        sources.told(many.collect(), &[], false);
+        assert_eq!(sources.known.len(), MAX_KNOWN);
         assert_eq!(sources.pool().engines.len(), 1);
-        assert_eq!(sources.known.len(), 1);
+    }
+
+    #[test]
+    fn what_was_told_before_the_list_was_read_is_known() {
+        let mut sources = Sources::default();
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        sources.fleet(vec![entry("a", 1)]);
+        assert!(sources.pool().engines[0].known.is_some());
     }
 
     #[test]

@@ -25,6 +25,31 @@ pub struct Chain {
     pub fingerprints: Vec<Fingerprint>,
 }
 
+/// Ends of the paths whose requests enter an engine's scheduler. Others (lists of models, /tokenize, health) are answered
+/// beside it: counting them as coming would make an idle engine look busy until they expire.
+const GENERATING: [&str; 11] = [
+    "/completions",
+    "/responses",
+    "/messages",
+    "/embeddings",
+    "/generate",
+    "/pooling",
+    "/score",
+    "/rerank",
+    "/classify",
+    "/transcriptions",
+    "/translations",
+];
+
+/// Whether requests of that path enter an engine's scheduler.
+pub fn generates(path: &str) -> bool {
+    let path = path.split(['?', '#']).next().unwrap_or_default().trim_end_matches('/');
+    GENERATING.iter().any(|end| path.ends_with(end))
+}
+
+/// [`Prepared::degraded`] when the engine will answer with an error of its own.
+pub const REFUSED: &str = "engine_refuses";
+
 /// What became of a body.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Prepared {
@@ -97,7 +122,7 @@ pub fn prepare(kind: Kind, body: &[u8], means: &Means) -> Result<Prepared, BadBo
     };
     let prompt = match renderer.tokens(&request, means.now) {
         Ok(prompt) => prompt,
-        Err(NoPrompt::Refused(detail)) => return Ok(degrade(prepared, "engine_refuses", detail)),
+        Err(NoPrompt::Refused(detail)) => return Ok(degrade(prepared, REFUSED, detail)),
         Err(NoPrompt::NotExact(why)) => return Ok(degrade(prepared, why.label, why.detail)),
     };
     prepared.prompt_tokens = u32::try_from(prompt.length).unwrap_or(u32::MAX);

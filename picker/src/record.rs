@@ -23,6 +23,8 @@ pub struct About<'a> {
     pub stages: Stages,
     /// Whether the index answered.
     pub asked_index: bool,
+    /// Whether an engine will report on it.
+    pub placed: bool,
 }
 
 /// Writes a pick down.
@@ -65,6 +67,7 @@ pub fn decision(about: About<'_>, engines: &[Candidate], picked: &Pick) -> Decis
         stages: about.stages,
         available_tokens: engines.iter().map(|c| c.cached_tokens).max().unwrap_or(0),
         predicted_tokens: predicted,
+        placed: about.placed && chosen.is_some(),
         several: prepared.several,
         delivered: None,
         class: None,

@@ -114,7 +114,10 @@ async fn an_index_inside_is_followed() -> Result<()> {
     // Nobody publishes there: the engines are known by name and silent.
     let fleet = "fleet:\n- {name: a, address: '10.0.0.1:8000', events: 'tcp://127.0.0.1:9', control: 'tcp://127.0.0.1:9'}\n";
     let world = world(&format!("{fleet}index: embedded")).await?;
-    world.followed(0).await?;
+    until("the engine is told of", async || {
+        Ok(http::get(world.picker.http, "/v1/config").await?["engines"][0]["state"] == "silent")
+    })
+    .await?;
     world.envoy.json("/v1/completions", "in", &completion(0..9)).await?.destination()?;
     let decision = world.decision("in").await?;
     assert_eq!(decision["candidates"][0]["state"], "silent");

@@ -84,6 +84,8 @@ async fn ends_of_bodies_come_in_all_forms() -> Result<()> {
     let list = [(":method", "GET"), (":path", "/v1/models"), ("x-request-id", "g")];
     let answer = world.envoy.request(vec![headers(&list, true, DUPLEX, None)]).await?;
     assert!(POOL.contains(&answer.destination()?) && answer.pieces.is_empty());
+    let placed = world.picker.in_flight();
+    assert_eq!(placed, 2, "the two completions; a list of models enters no engine's queue");
     // An empty one.
     let answer = world.envoy.request(vec![post("/v1/embeddings", "e"), body(b"", true)]).await?;
     assert_eq!((answer.pieces.as_slice(), answer.ended), (&[0usize][..], true));

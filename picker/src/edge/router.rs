@@ -11,7 +11,7 @@ use crate::exchange::{Ask, Verdict};
 use crate::ledger::{Id, Ledger};
 use crate::pick::pick;
 use crate::pool::Pool;
-use crate::prepare::{Means, Prepared, Renderers, prepare};
+use crate::prepare::{Means, Prepared, REFUSED, Renderers, generates, prepare};
 use crate::prompt::Now;
 use crate::record;
 use crate::refusal::Refusal;
@@ -90,10 +90,12 @@ struct Gathered {
     stages: Stages,
 }
 
-/// A placement that was made.
+/// Where it goes.
 struct Made {
     /// The rank to ask for.
     rank: Option<u32>,
+    /// Whether it is counted as coming.
+    placed: bool,
     /// Placements that had to be forgotten for want of room.
     forgotten: Vec<Id>,
 }
@@ -146,14 +148,15 @@ impl Router {
             Err(bad) => return self.refuse(bad_body(&bad, self.config.body_limit)),
         };
         let (id, text) = request_id();
-        let (decision, placed) = self.settle(&ask, gathered, began, id, text, true);
-        match (&decision.address, placed) {
-            (Some(address), Some(Made { rank, forgotten })) => {
+        let (decision, made) = self.settle(&ask, gathered, began, id, text, true);
+        match (&decision.address, made) {
+            (Some(address), Some(Made { rank, placed, forgotten })) => {
                 let verdict =
                     Verdict::Go { destination: address.clone(), rank, request_id: decision.request_id.clone() };
                 self.note(Some(id), decision);
                 self.take_back(&forgotten);
-                Decided { verdict, placed: Some(Placed { router: Arc::clone(self), id, kept: false }) }
+                let placed = placed.then(|| Placed { router: Arc::clone(self), id, kept: false });
+                Decided { verdict, placed }
             }
             _ => {
                 let message = format!(
@@ -268,7 +271,7 @@ impl Router {
         gathered.stages.lookup_us = micros(asked.elapsed());
     }
 
-    /// Scores and picks; with `place` also counts the placement and tells the index, in one breath, so that the next
+    /// Scores and picks; with `act` also counts the placement and tells the index, in one breath, so that the next
     /// decision sees it.
     fn settle(
         &self,
@@ -277,7 +280,7 @@ impl Router {
         began: Instant,
         id: Id,
         request_id: String,
-        place: bool,
+        act: bool,
     ) -> (Decision, Option<Made>) {
         let scoring = Instant::now();
         let Gathered { prepared, found, degraded, mut stages } = gathered;
@@ -299,9 +302,10 @@ impl Router {
         let picked = pick(&self.config.policy, &asked, &engines, ask.subset.as_ref(), serving, seed);
         let chosen = picked.chosen.map(|at| &engines[at]);
         let tokens = chosen.map_or(0, |c| prepared.prompt_tokens.saturating_sub(c.cached_tokens));
+        let place = act && generates(&ask.path) && prepared.degraded != Some(REFUSED);
         let forgotten = match chosen {
-            Some(chosen) if place => Some(ledger.place(id, &chosen.engine.id, tokens, now_ms)),
-            _ => None,
+            Some(chosen) if place => ledger.place(id, &chosen.engine.id, tokens, now_ms),
+            _ => Vec::new(),
         };
         drop(ledger);
         if let (Some(chosen), true) = (chosen, place) {
@@ -317,9 +321,18 @@ impl Router {
         }
         stages.score_us = micros(scoring.elapsed());
         stages.total_us = micros(began.elapsed());
-        let about = record::About { ask, prepared: &prepared, request_id, at_ms: asked.time_ms, degraded, stages, asked_index };
+        let about = record::About {
+            ask,
+            prepared: &prepared,
+            request_id,
+            at_ms: asked.time_ms,
+            degraded,
+            stages,
+            asked_index,
+            placed: place,
+        };
         let decision = record::decision(about, &engines, &picked);
-        if place {
+        if act {
             for fault in picked.ranked.iter().flat_map(|ranked| &ranked.scored.faults) {
                 self.metrics.scorer_fault(fault);
             }
@@ -329,8 +342,8 @@ impl Router {
             self.metrics.decided(&decision, prepared.known_model);
             log(&decision, &prepared, self);
         }
-        let rank = chosen.and_then(|chosen| chosen.engine.rank);
-        (decision, forgotten.map(|forgotten| Made { rank, forgotten }))
+        let made = chosen.map(|chosen| Made { rank: chosen.engine.rank, placed: place, forgotten });
+        (decision, made)
     }
 
     /// Bytes of bodies are taken from a common budget before they are kept.
