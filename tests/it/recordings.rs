@@ -4,8 +4,10 @@
 //! with its prompt tokens and the cached tokens of its usage field. (Requests sent at the same moment are left out:
 //! what they hit depends on the engine's own order.)
 
+use harness::seeded::Seeded;
 use index::shared::{Limits, Reader, Writer};
 use proto::block::{self, Fingerprint, Namespace};
+use proto::digest::Digest;
 use proto::id::SetKind;
 use proto::native::dialect::EventBatch;
 use proto::native::engine::{self, NativeEngine};
@@ -212,5 +214,51 @@ fn a_late_subscriber_credits_no_more_than_the_truth() {
                 }
             }
         }
+    }
+}
+
+/// Bytes that are changed, lost or doubled on their way cost what they said, and leave the set whole.
+#[test]
+fn spoiled_payloads_do_no_harm() {
+    for seed in 1..=8 {
+        let mut dice = Seeded::new(seed);
+        let (mut read, mut refused) = (0, 0);
+        for recording in [
+            include_str!("../golden/recordings/vllm-0.11.0.jsonl"),
+            include_str!("../golden/recordings/vllm-0.32.0.jsonl"),
+        ] {
+            let mut engine = NativeEngine::new("tiny", SEED, engine::Limits { blocks: 100, parked_tokens: 1000 });
+            let mut changes = vec![];
+            for line in lines(recording) {
+                let Line::Frames(frames) = line else { continue };
+                let mut payload = bytes(&frames).pop().expect("a payload");
+                for _ in 0..=dice.below(3) {
+                    let at = dice.below(payload.len());
+                    match dice.below(4) {
+                        0 => payload.truncate(at),
+                        1 => payload.insert(at, dice.next() as u8),
+                        2 => drop(payload.splice(at..at, payload[at..].to_vec()).count()),
+                        _ => payload[at] = dice.next() as u8,
+                    }
+                    if payload.is_empty() {
+                        break;
+                    }
+                }
+                match EventBatch::decode(&payload) {
+                    Ok(batch) => {
+                        read += 1;
+                        engine.apply(batch, &mut changes);
+                    }
+                    Err(_) => refused += 1,
+                }
+                let mut members = vec![];
+                engine.residency().chains(|_, chain| members.extend_from_slice(chain));
+                let digest = members.into_iter().collect::<Digest>();
+                assert_eq!(digest, engine.residency().digest(), "seed {seed}");
+                assert!(engine.residency().resident() + engine.unnamed() <= 100, "seed {seed}: beyond the limit");
+                assert!(engine.parked_tokens() <= 1000, "seed {seed}: beyond the limit");
+            }
+        }
+        assert!(read > 10 && refused > 10, "seed {seed}: {read} read, {refused} refused: this tests nothing");
     }
 }
