@@ -58,6 +58,12 @@ pub async fn to_the_end(work: impl Future<Output = Result<()>>) -> ExitCode {
 /// When something cannot be set up or started, or a judged condition does not hold.
 pub async fn demo(demo: Demo) -> Result<()> {
     let places = Places::from_env()?;
+    let _claim = install::claim(&places)?;
+    perform(places, demo).await
+}
+
+/// The demo in an environment that is claimed.
+async fn perform(places: Places, demo: Demo) -> Result<()> {
     if demo.setup {
         return install::everything(&places).await;
     }

@@ -1,6 +1,6 @@
 //! `cargo verify`: everything that proves kvatlas right, in stages.
 
-use crate::app::{Demo, demo};
+use crate::app::{Demo, perform};
 use crate::config::Places;
 use crate::edge::install;
 use crate::edge::process::Process;
@@ -38,6 +38,7 @@ pub struct Verify {
 /// When a stage fails; they are named.
 pub async fn verify(verify: Verify) -> Result<()> {
     let places = Places::from_env()?;
+    let _claim = install::claim(&places)?;
     let all = [Stage::Format, Stage::Clippy, Stage::Rust, Stage::Python, Stage::E2e];
     let mut lines = Vec::new();
     let mut failed = Vec::new();
@@ -80,7 +81,7 @@ async fn run(places: &Places, stage: Stage) -> Result<bool> {
             command.current_dir(&places.root).args(["-m", "pytest", "-p", "no:cacheprovider", "tests/python"]);
             Process::show("pytest", &mut command)?.finish().await?;
         }
-        Stage::E2e => demo(Demo { check: true, setup: false }).await?,
+        Stage::E2e => perform(places.clone(), Demo { check: true, setup: false }).await?,
     }
     Ok(true)
 }
