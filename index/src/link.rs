@@ -232,6 +232,7 @@ impl Link {
         if version {
             self.heard_ms = Some(now_ms);
             self.mismatch = Some(reason);
+            self.heartbeat_at = None;
         } else {
             self.fault = reason;
         }

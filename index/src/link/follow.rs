@@ -72,7 +72,9 @@ impl Link {
         self.forget(core)?;
         self.tally.epochs += 1;
         self.fault.clear();
+        // Not known, and not to be trusted, before it says so itself.
         self.mismatch = None;
+        self.heartbeat_at = None;
         self.cursor = Cursor::at(epoch, 0);
         self.since_ms = now_ms;
         self.from = [0; 3];
@@ -89,9 +91,15 @@ impl Link {
             match op {
                 Op::Life(life) => out.push(Effect::Life(life.clone())),
                 Op::State(state) if self.heartbeat_at.is_none_or(|at| at < (batch.epoch, seq) || at.0 != batch.epoch) => {
+                    // Judged once a process life, and again if what is judged changes: finding out what differs is work.
+                    let names = |state: &State| (state.check, state.block_size, state.models.clone());
+                    let judged = self.heartbeat_at.is_some_and(|(epoch, _)| epoch == batch.epoch)
+                        && self.heartbeat.as_deref().is_some_and(|before| names(before) == names(state));
+                    if !judged {
+                        self.mismatch = verdict::mismatch(state, self.setting.seed);
+                    }
                     self.heartbeat_at = Some((batch.epoch, seq));
                     self.rank = state.engine.rank;
-                    self.mismatch = verdict::mismatch(state, self.setting.seed);
                     self.heartbeat = Some(Arc::new((**state).clone()));
                 }
                 _ => {}
