@@ -48,6 +48,11 @@ impl FromIterator<Fingerprint> for Digest {
     }
 }
 
+/// The name of a bundle: XXH3-128 of its bytes, 32 hex digits.
+pub fn of_bytes(bytes: &[u8]) -> String {
+    format!("{:032x}", xxh3_128(bytes))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,9 +6,9 @@ use harness::naive::Copies;
 use harness::seeded::Seeded;
 use proto::block::{self, Fingerprint};
 use proto::control::{Chain, Piece, REPLAY_PIECE, Reply, Request};
-use proto::digest::Digest;
-use proto::event::{Batch, Clear, Fingerprints, KindDigest, Op, PROTOCOL, State};
-use proto::id::{Epoch, SetKind};
+use proto::digest::{Digest, of_bytes};
+use proto::event::{Batch, Clear, Fingerprints, KindDigest, Life, Op, PROTOCOL, State};
+use proto::id::{EngineId, Epoch, SetKind};
 use proto::residency::{Change, Link, Residency};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,6 +37,12 @@ pub struct Sender {
     replay: Replay,
     cuts: BTreeMap<u64, Vec<Piece>>,
     cut_number: u64,
+    /// What is to be told of requests with the next message.
+    pub lives: Vec<Life>,
+    /// How far a reader said that it read.
+    pub acked: u64,
+    /// Served by the control socket; empty for none.
+    pub bundle: Vec<u8>,
     /// Digests of the sets after each message of this epoch, `[gpu, any]`: `history[n]` is what message `n` left.
     pub history: Vec<[Digest; 2]>,
 }
@@ -53,6 +59,9 @@ impl Sender {
             replay: Replay::default(),
             cuts: BTreeMap::new(),
             cut_number: 0,
+            lives: Vec::new(),
+            acked: 0,
+            bundle: Vec::new(),
             history: Vec::new(),
         }
     }
@@ -100,6 +109,7 @@ impl Sender {
             let changes = std::mem::take(&mut self.tiers[kind.index()].changes);
             ops.extend(batch::ops(kind, &changes, MODEL, |_| ""));
         }
+        ops.extend(self.lives.drain(..).map(Op::Life));
         if beat {
             ops.push(Op::State(Box::new(self.state())));
         }
@@ -124,7 +134,8 @@ impl Sender {
             "running": 0, "waiting": 0, "kv_use": 0.0,
         });
         let state: State = serde_json::from_value(json).expect("a heartbeat");
-        State { digests: KINDS.map(|kind| KindDigest { kind, digest: self.digest(kind) }).to_vec(), ..state }
+        let bundle = if self.bundle.is_empty() { String::new() } else { of_bytes(&self.bundle) };
+        State { bundle, digests: KINDS.map(|kind| KindDigest { kind, digest: self.digest(kind) }).to_vec(), ..state }
     }
 
     /// The agent's answer, as of now.
@@ -149,6 +160,15 @@ impl Sender {
                 }
                 let piece = self.cuts.get(cut).and_then(|pieces| pieces.get(*piece as usize));
                 piece.map_or(Reply::NoSnapshot, |piece| Reply::Snapshot(piece.clone()))
+            }
+            Request::Bundle { digest, offset } if *digest == of_bytes(&self.bundle) => {
+                let rest = &self.bundle[*offset as usize..];
+                let bytes = rest[..rest.len().min(1000)].to_vec();
+                Reply::Bundle { digest: digest.clone(), total: self.bundle.len() as u64, offset: *offset, bytes }
+            }
+            Request::Ack { next, .. } => {
+                self.acked = self.acked.max(*next);
+                Reply::Ack { engine: EngineId::new(self.name.clone(), 0), epoch: self.epoch, next: self.replay.next() }
             }
             _ => Reply::Refused { reason: "not here".into() },
         }

@@ -10,6 +10,8 @@ mod r#gen;
 mod in_step;
 mod in_step_sender;
 mod in_step_world;
+mod index_app;
+mod index_world;
 mod parity;
 mod picker_faces;
 mod picker_index;

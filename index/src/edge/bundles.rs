@@ -15,6 +15,8 @@ enum Place {
     /// A stream is fetching it; the number says which, so that its end frees the claim.
     Claimed(u64),
     Here(Arc<[u8]>),
+    /// What came under this name was something else: not asked for again while an engine names it.
+    Bad,
 }
 
 /// The store.
@@ -43,14 +45,20 @@ impl Bundles {
         self.lock().retain(|_, place| !matches!(place, Place::Claimed(by) if *by == stream));
     }
 
-    /// It is here.
-    pub fn put(&self, digest: &str, bytes: Vec<u8>) {
+    /// It is here. False when it is not what its name says.
+    pub fn put(&self, digest: &str, bytes: Vec<u8>) -> bool {
+        let good = proto::digest::of_bytes(&bytes) == digest;
         let mut places = self.lock();
         places.remove(digest);
+        if !good {
+            places.insert(digest.into(), Place::Bad);
+            return false;
+        }
         let held: usize = places.values().map(|place| if let Place::Here(bytes) = place { bytes.len() } else { 0 }).sum();
         if held + bytes.len() <= MOST_BYTES {
             places.insert(digest.into(), Place::Here(bytes.into()));
         }
+        true
     }
 
     /// Drops what no engine names any more.
@@ -63,7 +71,7 @@ impl Bundles {
         let places = self.lock();
         places.values().fold((0, 0), |(n, bytes), place| match place {
             Place::Here(held) => (n + 1, bytes + held.len()),
-            Place::Claimed(_) => (n, bytes),
+            Place::Claimed(_) | Place::Bad => (n, bytes),
         })
     }
 
@@ -82,8 +90,8 @@ impl Bundles {
             match self.lock().get(status.bundle()) {
                 Some(Place::Here(bytes)) => return Ok(Bundle { digest: status.bundle().into(), bytes: bytes.clone() }),
                 Some(Place::Claimed(_)) => state = NoBundle::Fetching(short()),
-                None if matches!(state, NoBundle::NoModel(_)) => state = NoBundle::NotYet(short()),
-                None => {}
+                Some(Place::Bad) | None if matches!(state, NoBundle::NoModel(_)) => state = NoBundle::NotYet(short()),
+                Some(Place::Bad) | None => {}
             }
         }
         Err(state)

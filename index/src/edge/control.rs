@@ -120,8 +120,11 @@ fn piece(mut bundle: Arriving, outcome: Result<Reply, String>, stream: u64, name
                 if end < total {
                     return Some(bundle);
                 }
-                tracing::info!(engine = name, digest = bundle.digest, bytes = total, "bundle fetched");
-                bundles.put(&bundle.digest, bundle.bytes);
+                if bundles.put(&bundle.digest, bundle.bytes) {
+                    tracing::info!(engine = name, digest, bytes = total, "bundle fetched");
+                } else {
+                    tracing::error!(engine = name, digest, "the bundle is not what its digest says; it is not used");
+                }
                 return None;
             }
             "a piece that does not fit".to_string()

@@ -3,7 +3,15 @@
 use super::inbox::{Event, Inbox};
 use crate::config::{FLEET_POLL, FleetSource, read_fleet};
 use anyhow::Context;
-use tokio::sync::watch;
+use proto::fleet::Entry;
+use tokio::sync::{oneshot, watch};
+
+/// Readers see the first list before anything is served: an empty fleet would look like a fleet that lost its engines.
+async fn first_list(entries: Vec<Entry>, inbox: &Inbox) -> anyhow::Result<()> {
+    let (seen, shown) = oneshot::channel();
+    inbox.send(Event::Fleet(entries, Some(seen)), 0).await;
+    shown.await.context("the index's writer has stopped")
+}
 
 /// Tells the writer of the list, now and whenever the file changes.
 ///
@@ -13,13 +21,12 @@ pub async fn follow(source: FleetSource, inbox: Inbox, mut stopped: watch::Recei
     let path = match source {
         FleetSource::Inline(entries) => {
             proto::fleet::check(&entries)?;
-            inbox.send(Event::Fleet(entries), 0).await;
-            return Ok(());
+            return first_list(entries, &inbox).await;
         }
         FleetSource::File(path) => path,
     };
     let first = read_fleet(&path).with_context(|| format!("the fleet list {} is refused", path.display()))?;
-    inbox.send(Event::Fleet(first.clone()), 0).await;
+    first_list(first.clone(), &inbox).await?;
     tokio::spawn(async move {
         let mut known = first;
         let mut said = String::new();
@@ -36,7 +43,7 @@ pub async fn follow(source: FleetSource, inbox: Inbox, mut stopped: watch::Recei
                     tracing::info!(path = %path.display(), engines = entries.len(), "the fleet list changed");
                     known = entries.clone();
                     said.clear();
-                    inbox.send(Event::Fleet(entries), 0).await;
+                    inbox.send(Event::Fleet(entries, None), 0).await;
                 }
                 Ok(_) => said.clear(),
                 Err(error) => {

@@ -65,8 +65,8 @@ pub enum Event {
         /// Why.
         reason: String,
     },
-    /// The fleet list.
-    Fleet(Vec<Entry>),
+    /// The fleet list. Who wants to know that readers see it gets word.
+    Fleet(Vec<Entry>, Option<oneshot::Sender<()>>),
     /// Somebody wants to see a whole set.
     Members {
         /// `name.rank`.

@@ -186,7 +186,14 @@ impl Scribe {
                 link.failed(core, id, &reason, now_ms, &mut out);
                 stream
             }
-            Event::Fleet(entries) => return self.renew(entries, now_ms),
+            Event::Fleet(entries, seen) => {
+                self.renew(entries, now_ms);
+                if let Some(seen) = seen {
+                    // Who asked may have left.
+                    let _ = seen.send(());
+                }
+                return;
+            }
             Event::Members { engine, kind, answer } => {
                 let found = self.fleet.links().find(|(_, link)| link.engine().to_string() == engine);
                 let members = found.map(|(_, link)| {

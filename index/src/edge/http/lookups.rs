@@ -4,7 +4,8 @@ use super::Fault;
 use crate::answer::{EngineState, MAX_FINGERPRINTS, Query, Status};
 use crate::app::Shared;
 use axum::Json;
-use axum::extract::rejection::JsonRejection;
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -53,13 +54,17 @@ fn refused(code: &'static str, message: impl Into<String>, hint: &'static str) -
 }
 
 /// What would each engine of the model take from its cache for this prompt?
-pub async fn match_(State(shared): State<Arc<Shared>>, body: Result<Json<Asked>, JsonRejection>) -> Response {
-    let asked = match body {
-        Ok(Json(asked)) => asked,
-        Err(rejection) => {
-            let hint = "send {\"model\", and one of \"token_ids\" | \"fingerprints\"} as application/json, at most 16 MiB";
-            return Fault::new(rejection.status(), "bad_body", rejection.body_text(), hint).into_response();
-        }
+/// The body is JSON whatever its content type says: people send it by hand.
+pub async fn match_(State(shared): State<Arc<Shared>>, body: Result<Bytes, BytesRejection>) -> Response {
+    let hint = "send {\"model\", and one of \"token_ids\" | \"fingerprints\"} as JSON, at most 16 MiB";
+    let refused = |status, why: String| Fault::new(status, "bad_body", why, hint).into_response();
+    let body = match body {
+        Ok(body) => body,
+        Err(rejection) => return refused(rejection.status(), rejection.body_text()),
+    };
+    let asked: Asked = match serde_json::from_slice(&body) {
+        Ok(asked) => asked,
+        Err(error) => return refused(StatusCode::BAD_REQUEST, error.to_string()),
     };
     answer(&shared, asked).map_or_else(IntoResponse::into_response, IntoResponse::into_response)
 }
