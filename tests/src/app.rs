@@ -126,11 +126,11 @@ fn addresses(running: &Running) -> String {
     format!(
         "Everything is up. Try:\n\
          \n  curl -s http://{front}/v1/chat/completions -H 'content-type: application/json' -d '{chat}'\n\
-         \n  curl -s http://{picker}/v1/decisions?limit=3     # why the last requests went where they went\
+         \n  curl -s 'http://{picker}/v1/decisions?limit=3'   # why the last requests went where they went\
          \n  curl -s http://{picker}/v1/explain -d '{chat}'   # where that would go now\
          \n  curl -s http://{picker}/metrics\
          \n  curl -s http://{index}/v1/engines                # what the index knows of both engines\
-         \n  curl -s http://{index}/v1/match -d '{{\"model\":\"{MODEL}\",\"prompt\":\"Hello\"}}'\
+         \n  curl -s http://{index}/v1/stats                  # sizes, and how fresh its answers are\
          \n\nEngines: {}. Logs: {}\nCtrl-C stops everything.",
         plan.engines.iter().map(|e| format!("{} http://{}", e.id(), local(e.http))).collect::<Vec<_>>().join(", "),
         running.places.logs().display()
