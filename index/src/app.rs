@@ -76,11 +76,17 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
     let lookup = Lookup::new(board, book, reader);
     let shared = Arc::new(Shared { config, lookup, hub, bundles, metrics, scribe });
     let http = match shared.config.http {
-        Some(address) => Some(http::serve(address, shared.clone(), stopped.clone()).await?),
+        Some(address) => {
+            let served = http::serve(address, shared.clone(), stopped.clone()).await;
+            Some(served.with_context(|| format!("HTTP cannot listen on {address}"))?)
+        }
         None => None,
     };
     let grpc = match shared.config.grpc {
-        Some(address) => Some(grpc::serve(address, shared.clone(), stopped).await?),
+        Some(address) => {
+            let served = grpc::serve(address, shared.clone(), stopped).await;
+            Some(served.with_context(|| format!("gRPC cannot listen on {address}"))?)
+        }
         None => None,
     };
     Ok(Handle { shared, stop: Arc::new(stop), http, grpc })

@@ -72,11 +72,11 @@ pub async fn serve(stream: u64, name: String, endpoint: Option<String>, mut jobs
                 Err(_) => Err("no answer within 2 s".into()),
             },
         };
-        if let Err(reason) = &outcome {
-            if connection.take().is_some() || Instant::now() >= rest_until {
-                tracing::debug!(engine = name, reason, ?request, "the agent did not answer");
-                rest_until = Instant::now() + PAUSE;
-            }
+        if let Err(reason) = &outcome
+            && (connection.take().is_some() || Instant::now() >= rest_until)
+        {
+            tracing::debug!(engine = name, reason, ?request, "the agent did not answer");
+            rest_until = Instant::now() + PAUSE;
         }
         if matches!(request, Request::Bundle { .. }) {
             arriving = arriving.take().and_then(|bundle| piece(bundle, outcome, stream, &name, &bundles));

@@ -6,7 +6,6 @@ use crate::answer::{
     Status as Engine, Update,
 };
 use crate::app::Shared;
-use anyhow::Context;
 use proto::fleet::Source;
 use proto::wire::kvatlas::index::v1 as wire;
 use std::net::SocketAddr;
@@ -32,8 +31,8 @@ const ALIVE: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// When the address is taken.
-pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> anyhow::Result<SocketAddr> {
-    let listener = TcpListener::bind(address).await.with_context(|| format!("gRPC cannot listen on {address}"))?;
+pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind(address).await?;
     let address = listener.local_addr()?;
     let token = Token(shared.config.token.clone().map(|token| format!("Bearer {token}").into()));
     let server = IndexServer::new(Face { shared, stopped: stopped.clone() }).max_decoding_message_size(MOST_BYTES);

@@ -6,7 +6,6 @@ mod views;
 use super::grpc::same;
 use crate::answer::NoBundle;
 use crate::app::Shared;
-use anyhow::Context;
 use axum::Json;
 use axum::extract::{DefaultBodyLimit, Path, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -25,8 +24,8 @@ pub const MOST_BODY_BYTES: usize = 16 << 20;
 ///
 /// # Errors
 /// When the address is taken.
-pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> anyhow::Result<SocketAddr> {
-    let listener = TcpListener::bind(address).await.with_context(|| format!("HTTP cannot listen on {address}"))?;
+pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind(address).await?;
     let address = listener.local_addr()?;
     let debug = axum::Router::new()
         .route("/v1/engines", get(views::engines))

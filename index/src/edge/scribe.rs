@@ -336,11 +336,11 @@ impl Scribe {
         self.show();
         self.tell();
         self.recount(now_ms);
-        if self.ticks % 5 == 0 {
+        if self.ticks.is_multiple_of(5) {
             self.want_bundles();
             self.setting.metrics.set_core(self.setting.core.stats());
         }
-        if self.ticks % 50 == 0 {
+        if self.ticks.is_multiple_of(50) {
             lock(&self.setting.book).sweep(now_ms);
             if let Some(engine) = self.fleet.fit(&mut self.setting.core, self.setting.memory_bytes, now_ms) {
                 tracing::error!(engine, "over the byte budget: everything held of this engine is dropped; raise memory_bytes");

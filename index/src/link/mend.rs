@@ -70,7 +70,8 @@ impl Link {
         if self.replay.is_some_and(|replay| replay.id == id) {
             return self.replayed(core, reply, now_ms, out);
         }
-        if !self.rebuild.as_ref().is_some_and(|rebuild| rebuild.asked.is_some_and(|(asked, _)| asked == id)) {
+        let asked = self.rebuild.as_ref().and_then(|rebuild| rebuild.asked).map(|(asked, _)| asked);
+        if asked != Some(id) {
             return Ok(()); // An answer that is not waited for any more.
         }
         let piece = match reply {
