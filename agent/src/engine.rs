@@ -193,15 +193,19 @@ impl Engine {
         }
     }
 
-    /// Physical blocks of a request got keys: `blocks[i]` holds block `first + i` of it, `None` where nothing is cached.
-    pub fn cached(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), first: usize, blocks: &[Option<u32>]) {
+    /// Physical blocks got keys of a request that is not followed: they have no names.
+    pub fn cached_by_stranger(&mut self, blocks: &[Option<u32>]) {
         self.settle();
-        let Some((live, adapters)) = self.requests.get(id) else {
-            for block in blocks.iter().flatten() {
-                self.slots.store_unnamed(&mut self.pen, *block, true);
-            }
-            return;
-        };
+        for block in blocks.iter().flatten() {
+            self.slots.store_unnamed(&mut self.pen, *block, true);
+        }
+    }
+
+    /// Physical blocks of a request got keys: `blocks[i]` holds block `first + i` of it, `None` where nothing is
+    /// cached. False, and nothing done, when the request is not followed.
+    pub fn cached(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), first: usize, blocks: &[Option<u32>]) -> bool {
+        self.settle();
+        let Some((live, adapters)) = self.requests.get(id) else { return false };
         let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
         let nameless = live.nameless;
         let names = live.names(first + blocks.len(), self.block_size, tokens);
@@ -235,6 +239,7 @@ impl Engine {
         if strays > 0 {
             self.gauges.fault();
         }
+        true
     }
 
     /// Physical blocks were handed out or evicted: they have no key any more.
@@ -299,10 +304,15 @@ impl Engine {
         g.kv_use.store(share.to_bits(), Ordering::Relaxed);
     }
 
-    /// A step ended, or a part of one after which the publisher should look.
+    /// A step ended.
     pub fn step_ended(&mut self) {
-        self.settle();
         self.gauges.steps.fetch_add(1, Ordering::Relaxed);
+        self.tell();
+    }
+
+    /// A part of a step ended after which the publisher should look: requests were scheduled, and the model runs now.
+    pub fn tell(&mut self) {
+        self.settle();
         (self.wake)();
     }
 

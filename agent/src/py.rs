@@ -12,7 +12,7 @@ use proto::event::{Group, HitRule};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
 /// Blocks in one page of an audit: with 32-byte digests, about 180 KiB.
 const AUDIT_BLOCKS: usize = 4096;
@@ -47,7 +47,7 @@ struct Agent {
 }
 
 fn text<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
-    Ok(value.cast::<PyString>()?.to_str()?)
+    value.cast::<PyString>()?.to_str()
 }
 
 fn optional<'py>(object: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -235,7 +235,7 @@ impl Agent {
         Ok(())
     }
 
-    /// `BlockPool.cache_full_blocks(**kwargs)` returned.
+    /// `BlockPool.cache_full_blocks(**kwargs)` returned; see [`hook_cached`].
     fn cached(&mut self, kwargs: &Bound<'_, PyDict>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = kwargs.py();
@@ -258,10 +258,14 @@ impl Agent {
         }
         let id = request.getattr(intern!(py, "request_id"))?;
         let id = text(&id)?;
-        if !agent.engine.knows(id) {
+        let tokens = ids(&request)?;
+        let tokens = Ids(&tokens);
+        if !agent.engine.cached(id, &tokens, first, &self.blocks) {
             described(&request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            if !agent.engine.cached(id, &tokens, first, &self.blocks) {
+                agent.engine.cached_by_stranger(&self.blocks);
+            }
         }
-        agent.engine.cached(id, &Ids(&ids(&request)?), first, &self.blocks);
         Ok(())
     }
 
@@ -310,15 +314,15 @@ impl Agent {
         Ok(())
     }
 
-    /// A step of the scheduler ended: its counts are read and the publisher is woken.
-    fn step(&mut self, scheduler: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// A step of the scheduler `ended`, or the first part of one: its counts are read and the publisher is woken.
+    fn step(&mut self, scheduler: &Bound<'_, PyAny>, ended: bool) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = scheduler.py();
-        agent.engine.step_ended();
         let (running, waiting) = scheduler.call_method0(intern!(py, "get_request_counts"))?.extract()?;
         let manager = scheduler.getattr(intern!(py, "kv_cache_manager"))?;
         let kv_use = manager.getattr(intern!(py, "usage"))?.extract()?;
         agent.engine.counts(Counts { running, waiting, kv_use, backlog_tokens: 0 });
+        if ended { agent.engine.step_ended() } else { agent.engine.tell() }
         Ok(())
     }
 
@@ -353,6 +357,48 @@ impl Agent {
     }
 }
 
+/// The agent of a pool, if it has one.
+fn agent_of<'py>(pool: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Agent>>> {
+    Ok(optional(pool, intern!(pool.py(), "_kvatlas"))?.map(|agent| agent.cast_into::<Agent>()).transpose()?)
+}
+
+/// The hook of `BlockPool.cache_full_blocks`: native, since it runs for every block.
+#[pyfunction]
+fn hook_cached(
+    pool: &Bound<'_, PyAny>,
+    result: &Bound<'_, PyAny>,
+    args: &Bound<'_, PyTuple>,
+    kwargs: &Bound<'_, PyDict>,
+) -> PyResult<()> {
+    let _ = result;
+    let Some(agent) = agent_of(pool)? else { return Ok(()) };
+    if args.is_empty() {
+        return agent.try_borrow_mut()?.cached(kwargs);
+    }
+    // vLLM names all arguments; somebody's subclass may not.
+    let names = ["request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask"];
+    let all = kwargs.copy()?;
+    for (name, value) in names.into_iter().zip(args) {
+        all.set_item(name, value)?;
+    }
+    agent.try_borrow_mut()?.cached(&all)
+}
+
+/// The hook of `BlockPool.get_new_blocks`: native, since it runs for every block.
+#[pyfunction]
+fn hook_handed_out(
+    pool: &Bound<'_, PyAny>,
+    result: &Bound<'_, PyAny>,
+    args: &Bound<'_, PyTuple>,
+    kwargs: &Bound<'_, PyDict>,
+) -> PyResult<()> {
+    let _ = (args, kwargs);
+    match agent_of(pool)? {
+        Some(agent) => agent.try_borrow_mut()?.handed_out(result.cast::<PyList>()?),
+        None => Ok(()),
+    }
+}
+
 /// A page of the pool's cached blocks, with the engine's digests less the group's 4 bytes.
 fn page(pool: &Bound<'_, PyAny>, from: u64) -> PyResult<AuditPage> {
     let py = pool.py();
@@ -380,5 +426,7 @@ fn log_to_stderr(level: &str) {
 #[pymodule]
 fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Agent>()?;
+    module.add_function(wrap_pyfunction!(hook_cached, module)?)?;
+    module.add_function(wrap_pyfunction!(hook_handed_out, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvatlas import facts
-from kvatlas._agent import Agent
+from kvatlas._agent import Agent, hook_cached, hook_handed_out
 
 # A child of vLLM's logger, so that the lines appear where vLLM's do.
 log = logging.getLogger("vllm.plugins.kvatlas")
 
-_FULL_BLOCKS = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask")
 _agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()
 _said: set[str] = set()
 
@@ -46,8 +45,8 @@ def _patch() -> None:
         (Scheduler, "update_from_output", _updated),
         (Scheduler, "_free_request", _freed),
         (KVCacheManager, "get_computed_blocks", _looked_up),
-        (BlockPool, "cache_full_blocks", _cached),
-        (BlockPool, "get_new_blocks", _handed_out),
+        (BlockPool, "cache_full_blocks", hook_cached),
+        (BlockPool, "get_new_blocks", hook_handed_out),
         (BlockPool, "reset_prefix_cache", _reset),
     ]
     where_present = [
@@ -147,13 +146,13 @@ def _scheduled(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     agent = getattr(scheduler, "_kvatlas", None)
     if agent is not None:
         agent.scheduled(result)
-        agent.step(scheduler)
+        agent.step(scheduler, False)
 
 
 def _updated(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     agent = getattr(scheduler, "_kvatlas", None)
     if agent is not None:
-        agent.step(scheduler)
+        agent.step(scheduler, True)
 
 
 def _freed(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
@@ -169,18 +168,6 @@ def _looked_up(manager: Any, result: Any, args: Any, kwargs: Any) -> None:
         request = args[0] if args else kwargs["request"]
         bypassed = not manager.enable_caching or bool(getattr(request, "skip_reading_prefix_cache", False))
         agent.looked_up(request, result, bypassed)
-
-
-def _cached(pool: Any, result: Any, args: Any, kwargs: Any) -> None:
-    agent = getattr(pool, "_kvatlas", None)
-    if agent is not None:
-        agent.cached(kwargs if not args else {**dict(zip(_FULL_BLOCKS, args)), **kwargs})
-
-
-def _handed_out(pool: Any, result: Any, args: Any, kwargs: Any) -> None:
-    agent = getattr(pool, "_kvatlas", None)
-    if agent is not None:
-        agent.handed_out(result)
 
 
 def _evicted(pool: Any, result: Any, args: Any, kwargs: Any) -> None:

@@ -193,7 +193,7 @@ class Engine:
         for live in before:
             self.names.learn(live)
         self.preempted += sum(live.num_preemptions > 0 for live in before)
-        self.steps += 2
+        self.steps += 1
 
     def add(self, request: Request) -> None:
         self.names.learn(request)
