@@ -219,6 +219,8 @@ pub struct Status {
     pub in_step: Option<bool>,
     /// The last heartbeat.
     pub heartbeat: Option<Arc<State>>,
+    /// Tokens a block, 0 while unknown.
+    pub block_size: u32,
     /// Members, by kind.
     pub blocks: [u64; 3],
     /// The base model, where the fleet entry says it.
@@ -229,11 +231,15 @@ pub struct Status {
     pub tally: Tally,
 }
 
+/// How long a stream without heartbeats may be without a connection before its engine counts as silent, in
+/// milliseconds.
+pub const NATIVE_SILENT_MS: u64 = 5000;
+
 /// What a state is after so many milliseconds of silence.
 pub fn state_after(state: EngineState, source: Source, age_ms: u64, leases: &Leases) -> EngineState {
     let heartbeats = source == Source::Agent;
     match state {
-        _ if age_ms > leases.lease_ms => EngineState::Silent,
+        _ if age_ms > leases.lease_ms || (!heartbeats && age_ms > NATIVE_SILENT_MS) => EngineState::Silent,
         // Quiet is not stale for a stream without heartbeats.
         EngineState::InStep | EngineState::Syncing | EngineState::Partial if heartbeats && age_ms > leases.stale_ms => {
             EngineState::Stale
@@ -283,7 +289,7 @@ impl Status {
 
     /// Tokens a block, 0 while unknown.
     pub fn block_size(&self) -> u32 {
-        self.heartbeat.as_ref().map_or(0, |state| state.block_size)
+        self.block_size
     }
 
     /// How hits end on this engine.

@@ -9,6 +9,7 @@ pub mod backlog;
 mod follow;
 mod mend;
 pub mod rebuild;
+mod stock;
 pub mod verdict;
 
 use crate::answer::{EngineState, Leases, ResyncReason, Status, Tally};
@@ -17,9 +18,10 @@ use backlog::Backlog;
 use proto::control::{Reply, Request};
 use proto::cursor::Cursor;
 use proto::event::{Batch, Life, State};
-use proto::fleet::Entry;
+use proto::fleet::{Entry, Source};
 use proto::id::{EngineId, Epoch, SetKind};
 use rebuild::Rebuild;
+use stock::Stock;
 use std::sync::Arc;
 
 /// Longest gap that a replay is asked for, in messages: half a minute of a stream; a snapshot is cheaper beyond.
@@ -107,6 +109,8 @@ pub struct Link {
     acked_ms: u64,
     asks: u64,
     shed: bool,
+    /// Of a stream of the engine's own events.
+    stock: Option<Box<Stock>>,
     dirty: bool,
     shown: Option<EngineState>,
     tally: Tally,
@@ -115,7 +119,10 @@ pub struct Link {
 impl Link {
     /// A link that has heard nothing. `slot` is the engine's number in the table.
     pub fn new(setting: Setting, entry: Entry, slot: u32) -> Self {
+        let native = entry.source == Source::Native;
+        let model = entry.model.clone().unwrap_or_default();
         Self {
+            stock: native.then(|| Box::new(Stock::new(model, setting.seed))),
             setting,
             entry,
             slot,
@@ -175,12 +182,15 @@ impl Link {
 
     /// The next seq expected: everything before it is applied.
     pub fn next(&self) -> u64 {
-        self.cursor.next()
+        self.stock.as_ref().map_or(self.cursor.next(), |stock| stock.next())
     }
 
     /// The connection is lost or cannot be made.
     pub fn away(&mut self, reason: String) {
         self.dirty = true;
+        if let Some(stock) = &mut self.stock {
+            stock.up = false;
+        }
         self.fault = reason;
     }
 
@@ -240,7 +250,11 @@ impl Link {
 
     /// Time passed.
     pub fn tick(&mut self, core: &mut Writer, now_ms: u64, out: &mut Vec<Effect>) {
-        if self.heard_ms.is_some_and(|at| now_ms.saturating_sub(at) > self.setting.leases.lease_ms) && self.cursor.epoch().is_some() {
+        if self.stock.as_ref().is_some_and(|stock| stock.up) {
+            self.heard_ms = Some(now_ms);
+        }
+        let follows = self.cursor.epoch().is_some() || self.live.iter().any(Option::is_some);
+        if self.heard_ms.is_some_and(|at| now_ms.saturating_sub(at) > self.setting.leases.lease_ms) && follows {
             let outcome = self.forget(core);
             self.settle(core, outcome, now_ms);
             out.push(Effect::EpochEnded);
@@ -305,6 +319,9 @@ impl Link {
     pub fn forget(&mut self, core: &mut Writer) -> Result<(), Refused> {
         self.dirty = true;
         self.cursor = Cursor::default();
+        if let Some(stock) = &mut self.stock {
+            stock.forget();
+        }
         self.backlog.clear();
         self.tail.clear();
         self.replay = None;
@@ -334,12 +351,13 @@ impl Link {
             state,
             reason: self.reason(),
             epoch: self.cursor.epoch(),
-            next: self.cursor.next(),
+            next: self.next(),
             heard_ms: self.heard_ms,
             whole_ms: self.whole_ms,
             credit,
             in_step: self.proven.map(|proven| proven && state == EngineState::InStep),
             heartbeat: self.heartbeat.clone(),
+            block_size: self.block_size(),
             blocks: self.live.map(count),
             model: self.entry.model.clone(),
             ignored: self.ignored.map(|(epoch, _)| epoch),
@@ -347,7 +365,15 @@ impl Link {
         }
     }
 
+    fn block_size(&self) -> u32 {
+        let told = self.heartbeat.as_ref().map(|state| state.block_size);
+        told.or(self.stock.as_ref().and_then(|stock| stock.block_size())).unwrap_or(0)
+    }
+
     fn reason(&self) -> String {
+        if let Some(reason) = self.stock.as_ref().and_then(|stock| stock.reason()) {
+            return reason.into();
+        }
         if let Some(mismatch) = &self.mismatch {
             return mismatch.clone();
         }
@@ -362,6 +388,9 @@ impl Link {
     }
 
     fn state(&self) -> ([bool; 3], EngineState) {
+        if let Some(stock) = self.stock.as_ref().filter(|_| !self.shed) {
+            return stock.state();
+        }
         let known = self.heartbeat_at.is_some_and(|(epoch, _)| Some(epoch) == self.cursor.epoch());
         let rule = self.heartbeat.as_deref().is_none_or(|state| verdict::unknown_rule(state).is_none());
         let trusted = known && rule && self.mismatch.is_none() && !self.shed;

@@ -213,7 +213,7 @@ async fn nonsense_is_counted_and_hurts_nobody() -> Result<()> {
     assert_eq!(index.row("liar.0").await?["state"], "silent");
     // A body that is no JSON, and one that is too long.
     let (status, _) = http::exchange(index.http, "POST", "/v1/match", Some(&json!([1]))).await?;
-    assert_eq!(status.as_u16(), 422);
+    assert_eq!(status.as_u16(), 400);
     let long = json!({"model": "tiny", "token_ids": vec![1_000_000_000u32; 1_700_000]});
     assert_eq!(http::exchange(index.http, "POST", "/v1/match", Some(&long)).await?.0.as_u16(), 413);
     Ok(())
@@ -257,6 +257,38 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
     grpc.release(wire::ReleaseRequest { request_id: REQUEST.into() }).await?;
     let one = grpc.r#match(asked).await?.into_inner().engines.remove(0);
     assert_eq!((one.coming_blocks, one.load.context("no load")?.reserved), (0, 0));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stock_engine_is_followed_by_its_own_events() -> Result<()> {
+    let engine = Publisher::start("a", SEED).await?;
+    engine.quiet(true);
+    let entry = serde_json::from_value(json!({"name": "a", "events": engine.events, "source": "native", "model": "tiny"}))?;
+    let index = Running::with(Config { fleet: FleetSource::Inline(vec![entry]), ..Config::default() }).await?;
+    // As vLLM packs it: [ts, [["BlockStored", hashes, parent, tokens, block size, adapter]]].
+    let stored = |hashes: [u64; 2], tokens: std::ops::Range<u32>| {
+        let event = ("BlockStored", hashes, None::<u64>, tokens.collect::<Vec<u32>>(), 16, None::<u64>);
+        proto::control::encode(&(0.5, [event]))
+    };
+    let first = stored([1, 2], 0..32)?;
+    // A subscription takes a moment, and nothing says when it is there: said again until it is heard.
+    until("the first events are heard", async || {
+        engine.send(&[b"", &seq_frame(0), &first]).await?;
+        Ok(index.row("a.0").await?["messages"] != 0)
+    })
+    .await?;
+    until("they are answered", async || Ok(index.cached("a.0", 0..33).await? == 32)).await?;
+    let row = index.row("a.0").await?;
+    assert_eq!((&row["source"], &row["in_step"], &row["block_size"]), (&json!("native"), &json!(null), &json!(16)));
+    // A hole: what came before it may be gone by now.
+    engine.send(&[b"", &seq_frame(9), &stored([3, 4], 100..132)?]).await?;
+    index.state("a.0", "partial").await?;
+    assert_eq!((index.cached("a.0", 0..33).await?, index.cached("a.0", 100..133).await?), (0, 32));
+    // A seq that falls: another process.
+    engine.send(&[b"", &seq_frame(0), &stored([5, 6], 200..232)?]).await?;
+    index.state("a.0", "in_step").await?;
+    assert_eq!((index.cached("a.0", 100..133).await?, index.cached("a.0", 200..233).await?), (0, 32));
     Ok(())
 }
 

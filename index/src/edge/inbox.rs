@@ -5,6 +5,7 @@ use proto::control::Reply;
 use proto::event::Batch;
 use proto::fleet::Entry;
 use proto::id::SetKind;
+use proto::native::dialect::EventBatch;
 use std::sync::Arc;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
@@ -30,6 +31,22 @@ pub enum Event {
         bytes: usize,
         /// Did it stay on this machine? Only then are the sender's clock and ours the same.
         loopback: bool,
+    },
+    /// A message of an engine's own events.
+    Events {
+        /// The stream.
+        stream: Stream,
+        /// Its seq.
+        seq: u64,
+        /// What it says.
+        batch: EventBatch,
+        /// Its length.
+        bytes: usize,
+    },
+    /// The connection is made.
+    Connected {
+        /// The stream.
+        stream: Stream,
     },
     /// Bytes that are no message.
     Bad {

@@ -166,6 +166,16 @@ impl Scribe {
                 }
                 stream
             }
+            Event::Events { stream, seq, batch, bytes } => {
+                let Some(link) = self.fleet.link(stream) else { return };
+                link.events(core, seq, batch, bytes, now_ms, &mut out);
+                stream
+            }
+            Event::Connected { stream } => {
+                let Some(link) = self.fleet.link(stream) else { return };
+                link.connected(now_ms);
+                stream
+            }
             Event::Bad { stream, reason, version } => {
                 let Some(link) = self.fleet.link(stream) else { return };
                 link.bad(reason, version, now_ms);
@@ -273,7 +283,7 @@ impl Scribe {
             let (jobs, todo) = mpsc::channel(MOST_ASKS);
             let inbox = self.inbox.clone();
             self.sockets.spawn(control::serve(stream, entry.name.clone(), entry.control, todo, inbox.clone(), self.setting.bundles.clone()));
-            let events = entry.events.map(|endpoint| self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, inbox)));
+            let events = entry.events.map(|endpoint| self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, entry.source, inbox)));
             if events.is_none() {
                 tracing::warn!(engine = entry.name, "the fleet entry has no events address: nothing will be known of its cache");
             }

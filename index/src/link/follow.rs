@@ -167,7 +167,7 @@ impl Link {
         Ok(())
     }
 
-    fn holder(&mut self, core: &mut Writer, kind: SetKind) -> Result<Holder, Refused> {
+    pub(super) fn holder(&mut self, core: &mut Writer, kind: SetKind) -> Result<Holder, Refused> {
         match self.live[kind.index()] {
             Some(holder) => Ok(holder),
             None => {

@@ -88,7 +88,7 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "health": heartbeat.map(|state| state.health),
         "draining": heartbeat.map(|state| state.draining),
         "asleep": heartbeat.map(|state| state.asleep),
-        "block_size": heartbeat.map(|state| state.block_size),
+        "block_size": Some(status.block_size()).filter(|size| *size > 0),
         "models": status.models(),
         "rule": heartbeat.map(|state| state.rule),
         "bundle": status.bundle(),
