@@ -128,7 +128,7 @@ impl World {
         let fleet = places.e2e.join("fleet.yaml");
         std::fs::write(&fleet, plan.fleet().to_string())?;
         let index = Some(parts::index(&places, &plan).await?);
-        let picker = Some(picker(&places, &plan, &fleet).await?);
+        let picker = Some(picker(&places, &plan, &fleet, None).await?);
         let envoy = parts::envoy(&places, &plan).await?;
         let mut world = World { places, plan, fleet, sims, index, picker, _envoy: envoy, sent: 0 };
         world.knows().await?;
@@ -144,6 +144,11 @@ impl World {
             Ok(states.filter(|state| *state == "in_step").count() == engines)
         })
         .await?;
+        self.decides().await
+    }
+
+    /// Waits until the picker has all knowledge, wherever it has it from.
+    async fn decides(&mut self) -> Result<()> {
         let begun = Instant::now();
         loop {
             let (answer, decision) = self.ask(&chat(1), &[]).await?;
@@ -218,10 +223,13 @@ impl World {
     }
 }
 
-/// The picker with a fleet file that is watched.
-async fn picker(places: &Places, plan: &Plan, fleet: &std::path::Path) -> Result<Process> {
+/// The picker with a fleet file that is watched, and with another place of the index than the plan's.
+async fn picker(places: &Places, plan: &Plan, fleet: &std::path::Path, index: Option<Value>) -> Result<Process> {
     let mut config = plan.picker_config();
     config["fleet"] = json!(fleet);
+    if let Some(index) = index {
+        config["index"] = index;
+    }
     parts::program(places, "picker", &config, plan.picker_http).await
 }
 
@@ -414,9 +422,19 @@ async fn picker_down(world: &mut World) -> Result<()> {
     world.sims[at].step("survive");
     events.read(2).await?;
     drop(events);
-    world.picker = Some(picker(&world.places, &world.plan, &world.fleet).await?);
+    world.picker = Some(picker(&world.places, &world.plan, &world.fleet, None).await?);
     world.knows().await?;
     world.holder(800).await?;
+    Ok(())
+}
+
+/// On a single box the index runs inside the picker: nobody else is there, and a prompt goes to its holder all the same.
+async fn index_embedded(world: &mut World) -> Result<()> {
+    world.picker.take().context("no picker")?.kill();
+    world.index.take().context("no index")?.kill();
+    world.picker = Some(picker(&world.places, &world.plan, &world.fleet, Some(json!("embedded"))).await?);
+    world.decides().await?;
+    world.holder(900).await?;
     Ok(())
 }
 
@@ -430,5 +448,6 @@ async fn the_shipped_envoy_with_real_parts() -> Result<()> {
     index_down(&mut world).await.context("the index is down")?;
     no_engine(&mut world).await.context("no engine")?;
     picker_down(&mut world).await.context("the picker is down")?;
+    index_embedded(&mut world).await.context("the index in the picker")?;
     until("no request is left in an engine", async || Ok(world.sims.iter().all(|sim| sim.busy() == (0, 0)))).await
 }
