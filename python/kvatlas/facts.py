@@ -34,7 +34,8 @@ def served_names(model_config: Any) -> list[str]:
 
     served = getattr(model_config, "served_model_name", None) or model_config.model
     names = [served] if isinstance(served, str) else list(served)
-    return list(dict.fromkeys(names + [name for name in arguments.values("--served-model-name") if names[0] in arguments.values("--served-model-name")]))
+    told = arguments.values("--served-model-name")
+    return list(dict.fromkeys(names + (told if names[0] in told else [])))
 
 
 def block_size(scheduler: Any) -> int:
