@@ -1,7 +1,9 @@
 //! What is answered on the control socket: one bounded reply a request.
 
 use crate::feed::Feed;
-use proto::control::{BUNDLE_PIECE_BYTES, MAX_BUNDLE_BYTES, MAX_REQUEST_BYTES, REPLAY_PIECE, Reply, Request, decode, encode};
+use proto::control::{
+    BUNDLE_PIECE_BYTES, MAX_BUNDLE_BYTES, MAX_REQUEST_BYTES, REPLAY_PIECE, Reply, Request, decode, encode,
+};
 use xxhash_rust::xxh3::xxh3_128;
 
 /// Bytes of payloads after which a replay's answer takes no further one: an answer is at most this and one message.
@@ -59,9 +61,7 @@ pub fn answer(feed: &mut Feed, bundle: Option<&Bundle>, request: &[u8], now_ms: 
     };
     let epoch = feed.identity().epoch;
     ready(&match request {
-        Request::Ack { .. } => {
-            Reply::Ack { engine: feed.identity().engine.clone(), epoch, next: feed.replay().next() }
-        }
+        Request::Ack { .. } => Reply::Ack { engine: feed.identity().engine.clone(), epoch, next: feed.replay().next() },
         Request::Replay { from } if from < feed.replay().oldest() => Reply::Gone { oldest: feed.replay().oldest() },
         Request::Replay { from } => {
             feed.replayed();

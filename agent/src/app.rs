@@ -180,7 +180,14 @@ impl Socket {
     }
 }
 
-fn run(feed: Feed, events: Socket, control: Socket, bell: Bell, later: Arc<Later>, stop: Arc<AtomicBool>) -> Result<()> {
+fn run(
+    feed: Feed,
+    events: Socket,
+    control: Socket,
+    bell: Bell,
+    later: Arc<Later>,
+    stop: Arc<AtomicBool>,
+) -> Result<()> {
     // One blocking thread: it reads the pool for an audit, nothing else.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build()?;
     let tasks = tokio::task::LocalSet::new();
@@ -245,7 +252,10 @@ impl Report {
             tracing::warn!(faults = counters.faults - self.faults, "faults caught in the last minute");
         }
         if counters.renewals > self.renewals {
-            tracing::warn!(times = counters.renewals - self.renewals, "readers lagged and were sent ahead in the last minute");
+            tracing::warn!(
+                times = counters.renewals - self.renewals,
+                "readers lagged and were sent ahead in the last minute"
+            );
         }
         (self.faults, self.renewals) = (counters.faults, counters.renewals);
     }

@@ -100,8 +100,7 @@ mod tests {
 
     #[test]
     fn messages_are_bounded_and_whole_together() {
-        let changes: Vec<Change> =
-            (2..200_000).map(|fp| Change::Added { parent: Link::Block(fp - 1), fp }).collect();
+        let changes: Vec<Change> = (2..200_000).map(|fp| Change::Added { parent: Link::Block(fp - 1), fp }).collect();
         let messages = split(ops(SetKind::Gpu, &changes, "m", |_| ""));
         let count = |message: &Vec<Op>| -> usize {
             message.iter().map(|op| if let Op::Store(store) = op { store.fingerprints.0.len() } else { 0 }).sum()

@@ -87,7 +87,8 @@ fn host_name() -> String {
 
 fn parse(get: impl Fn(&'static str) -> Option<String>, host: &str) -> Result<Option<Config>, BadConfig> {
     let get = |name| get(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
-    let bad = |name, value: &str, expected| BadConfig::Value { name, value: value.chars().take(128).collect(), expected };
+    let bad =
+        |name, value: &str, expected| BadConfig::Value { name, value: value.chars().take(128).collect(), expected };
     match get("KVATLAS_ENABLED").unwrap_or_default().to_ascii_lowercase().as_str() {
         "" | "1" | "true" | "yes" | "on" => {}
         "0" | "false" | "no" | "off" => return Ok(None),

@@ -92,7 +92,14 @@ const CHAIN: usize = 128;
 
 impl Engine {
     /// `model` is the namespace's; `wake` must neither wait nor fail.
-    pub fn new(facts: &Facts, model: &str, seed: u64, ring: Writer, gauges: Arc<Gauges>, wake: Box<dyn Fn() + Send + Sync>) -> Self {
+    pub fn new(
+        facts: &Facts,
+        model: &str,
+        seed: u64,
+        ring: Writer,
+        gauges: Arc<Gauges>,
+        wake: Box<dyn Fn() + Send + Sync>,
+    ) -> Self {
         Self {
             block_size: facts.block_size as usize,
             model: model.to_string(),
@@ -176,7 +183,14 @@ impl Engine {
 
     /// The engine looked a request of `total` tokens up and found `delivered` of them; `bypassed` says that it did
     /// not even look.
-    pub fn looked_up(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), total: usize, delivered: usize, bypassed: bool) {
+    pub fn looked_up(
+        &mut self,
+        id: &str,
+        tokens: &(impl Tokens + ?Sized),
+        total: usize,
+        delivered: usize,
+        bypassed: bool,
+    ) {
         self.settle();
         let owes = self.slots.owes();
         let Some((live, _)) = self.requests.get(id) else { return };

@@ -124,8 +124,7 @@ impl Feed {
             let waits = counts.running + counts.waiting > 0;
             let stalled_ms = if waits { now_ms.saturating_sub(self.stepped.1) } else { 0 };
             let pace = Pace { steps, stalled_ms };
-            let state =
-                state(&self.identity, &self.facts, &self.follower, counts, pace, bundle, self.counters());
+            let state = state(&self.identity, &self.facts, &self.follower, counts, pace, bundle, self.counters());
             last.push(Op::State(Box::new(state)));
             self.spoke_ms = Some(now_ms);
         }

@@ -107,7 +107,8 @@ impl Follower {
         running.sort_unstable();
         running.dedup();
         let room = self.max_adapters.saturating_sub(running.len());
-        let recent: Vec<String> = self.adapters.recent.iter().filter(|a| !running.contains(a)).take(room).cloned().collect();
+        let recent: Vec<String> =
+            self.adapters.recent.iter().filter(|a| !running.contains(a)).take(room).cloned().collect();
         running.extend(recent);
         (sorted(running), sorted(self.adapters.waiting.values().cloned().collect()))
     }

@@ -137,7 +137,9 @@ impl Agent {
             tracing::warn!("KVATLAS_INDEX is set, but this version cannot dial an index; it listens instead");
         }
         if config.seed == 0 {
-            tracing::warn!("KVATLAS_SEED is not set: fingerprints are not keyed, who sees them can test guesses of prompts");
+            tracing::warn!(
+                "KVATLAS_SEED is not set: fingerprints are not keyed, who sees them can test guesses of prompts"
+            );
         }
         let groups: Vec<Group> =
             groups.into_iter().map(|(kind, block_size, window)| Group { kind, block_size, window }).collect();
@@ -145,7 +147,11 @@ impl Agent {
             || matches!(&groups[..], [one] if one.window == 0 && one.kind == "mla_attention");
         let rule = if plain && doubt.is_none() { HitRule::Closed } else { HitRule::Unknown };
         if rule == HitRule::Unknown {
-            tracing::warn!(?groups, doubt, "this version does not know how far hits of this model reach: the engine is credited nothing");
+            tracing::warn!(
+                ?groups,
+                doubt,
+                "this version does not know how far hits of this model reach: the engine is credited nothing"
+            );
         }
         let facts = Facts {
             rank,
@@ -165,9 +171,9 @@ impl Agent {
             None => None,
         };
         let audited = pool.clone().unbind();
-        running.publisher.set_auditor(Box::new(move |from| {
-            Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()
-        }));
+        running
+            .publisher
+            .set_auditor(Box::new(move |from| Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()));
         Ok(Some(Self { running: Some(running), null_block, publishes: rule == HitRule::Closed, blocks: Vec::new() }))
     }
 
@@ -322,7 +328,11 @@ impl Agent {
         let manager = scheduler.getattr(intern!(py, "kv_cache_manager"))?;
         let kv_use = manager.getattr(intern!(py, "usage"))?.extract()?;
         agent.engine.counts(Counts { running, waiting, kv_use, backlog_tokens: 0 });
-        if ended { agent.engine.step_ended() } else { agent.engine.tell() }
+        if ended {
+            agent.engine.step_ended()
+        } else {
+            agent.engine.tell()
+        }
         Ok(())
     }
 
@@ -376,7 +386,8 @@ fn hook_cached(
         return agent.try_borrow_mut()?.cached(kwargs);
     }
     // vLLM names all arguments; somebody's subclass may not.
-    let names = ["request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask"];
+    let names =
+        ["request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask"];
     let all = kwargs.copy()?;
     for (name, value) in names.into_iter().zip(args) {
         all.set_item(name, value)?;

@@ -49,7 +49,15 @@ pub struct Fleet {
 impl Fleet {
     /// Nobody.
     pub fn new(setting: Setting) -> Self {
-        Self { setting, links: BTreeMap::new(), order: Vec::new(), next: 1, fresh_slot: 0, rested: VecDeque::new(), shed_ms: 0 }
+        Self {
+            setting,
+            links: BTreeMap::new(),
+            order: Vec::new(),
+            next: 1,
+            fresh_slot: 0,
+            rested: VecDeque::new(),
+            shed_ms: 0,
+        }
     }
 
     /// One stream's link.
@@ -76,7 +84,8 @@ impl Fleet {
         let mut order = Vec::with_capacity(entries.len());
         let mut fresh = Vec::new();
         for entry in entries {
-            let known = before.get(&entry.name).copied().and_then(|stream| Some((stream, self.links.get_mut(&stream)?)));
+            let known =
+                before.get(&entry.name).copied().and_then(|stream| Some((stream, self.links.get_mut(&stream)?)));
             match known {
                 Some((stream, link)) if same_stream(link.entry(), &entry) => {
                     before.remove(&entry.name);
@@ -153,7 +162,8 @@ impl Fleet {
                 let kinds = proto::id::SetKind::ALL.into_iter();
                 kinds.filter_map(|kind| core.digest(link.live(kind)?).ok()).map(|digest| digest.count).sum()
             };
-            let largest = self.links.iter().map(|(stream, link)| (weight(link), *stream)).max().filter(|(n, _)| *n > 0)?;
+            let largest =
+                self.links.iter().map(|(stream, link)| (weight(link), *stream)).max().filter(|(n, _)| *n > 0)?;
             let link = self.links.get_mut(&largest.1)?;
             link.shed(core, now_ms);
             self.shed_ms = now_ms;

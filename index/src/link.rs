@@ -21,8 +21,8 @@ use proto::event::{Batch, Life, State};
 use proto::fleet::{Entry, Source};
 use proto::id::{EngineId, Epoch, SetKind};
 use rebuild::Rebuild;
-use stock::Stock;
 use std::sync::Arc;
+use stock::Stock;
 
 /// Longest gap that a replay is asked for, in messages: half a minute of a stream; a snapshot is cheaper beyond.
 pub const LONGEST_REPLAY: u64 = 1024;
@@ -205,7 +205,15 @@ impl Link {
     }
 
     /// One message of the stream, of so many payload bytes.
-    pub fn receive(&mut self, core: &mut Writer, seq: u64, batch: Batch, bytes: usize, now_ms: u64, out: &mut Vec<Effect>) {
+    pub fn receive(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: Batch,
+        bytes: usize,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) {
         self.dirty = true;
         self.tally.messages += 1;
         self.tally.bytes += bytes as u64;
@@ -223,7 +231,9 @@ impl Link {
     /// The ask of this number was not answered: no connection, no answer in time, or one that makes no sense.
     pub fn failed(&mut self, core: &mut Writer, id: u64, reason: &str, now_ms: u64, out: &mut Vec<Effect>) {
         self.dirty = true;
-        if let Some(rebuild) = self.rebuild.as_mut().filter(|rebuild| rebuild.asked.is_some_and(|(asked, _)| asked == id)) {
+        if let Some(rebuild) =
+            self.rebuild.as_mut().filter(|rebuild| rebuild.asked.is_some_and(|(asked, _)| asked == id))
+        {
             self.fault = format!("no snapshot yet: {reason}");
             rebuild.asked = None;
             rebuild.ask_at_ms = now_ms + PAUSE_MS;
@@ -342,7 +352,9 @@ impl Link {
     /// Everything known of the engine now.
     pub fn status(&self, core: &Writer) -> Status {
         let (credit, state) = self.state();
-        let count = |holder: Option<Holder>| holder.and_then(|holder| core.digest(holder).ok()).map_or(0, |digest| digest.count);
+        let count = |holder: Option<Holder>| {
+            holder.and_then(|holder| core.digest(holder).ok()).map_or(0, |digest| digest.count)
+        };
         Status {
             engine: self.engine(),
             slot: self.slot,
@@ -382,7 +394,9 @@ impl Link {
         }
         match (self.heard_ms, self.ignored) {
             (None, _) if self.fault.is_empty() => "nothing heard yet".into(),
-            (Some(_), Some((epoch, _))) => format!("another process, epoch {epoch}, speaks under this name and is ignored"),
+            (Some(_), Some((epoch, _))) => {
+                format!("another process, epoch {epoch}, speaks under this name and is ignored")
+            }
             _ => self.fault.clone(),
         }
     }

@@ -16,7 +16,8 @@ async fn main() -> anyhow::Result<()> {
         println!("the configuration is good");
         return Ok(());
     }
-    let filter = tracing_subscriber::EnvFilter::try_new(&log).with_context(|| format!("the log level {log:?} is refused"))?;
+    let filter =
+        tracing_subscriber::EnvFilter::try_new(&log).with_context(|| format!("the log level {log:?} is refused"))?;
     tracing_subscriber::fmt().json().with_env_filter(filter).with_writer(std::io::stderr).init();
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let running = index::app::start(config).await?;

@@ -278,7 +278,10 @@ mod tests {
             book.reserve(0, placement(1, &[]), n / 1000)?;
         }
         assert!(book.order.len() <= 2 * MOST);
-        assert!(matches!(book.reserve(0, Placement { request_id: "x".into(), ..placement(1, &[]) }, 0), Err(NotReserved::BadId(_))));
+        assert!(matches!(
+            book.reserve(0, Placement { request_id: "x".into(), ..placement(1, &[]) }, 0),
+            Err(NotReserved::BadId(_))
+        ));
         Ok(())
     }
 

@@ -181,7 +181,8 @@ pub fn load(flags: &Flags, environment: &Environment) -> anyhow::Result<(Config,
         None => (String::new(), PathBuf::from(".")),
     };
     let named = flags.config.as_deref().unwrap_or(Path::new("(none)")).display().to_string();
-    let (mut config, log) = from_text(&text, &folder).with_context(|| format!("the configuration {named} is refused"))?;
+    let (mut config, log) =
+        from_text(&text, &folder).with_context(|| format!("the configuration {named} is refused"))?;
     if let Some(seed) = &environment.seed {
         config.seed = parse_seed(seed).context("KVATLAS_SEED is refused")?;
     }
@@ -219,7 +220,10 @@ pub fn from_text(text: &str, folder: &Path) -> anyhow::Result<(Config, Option<St
     let (weights, max_queue) = weights(&file)?;
     let more: Vec<(String, f64)> = file.scorers.iter().map(|s| (s.name.clone(), s.weight)).collect();
     if let Some(scorer) = file.scorers.iter().find(|s| s.cel.is_some()) {
-        bail!("scorers: {:?} has a cel expression, which this version does not take; use a built-in scorer", scorer.name);
+        bail!(
+            "scorers: {:?} has a cel expression, which this version does not take; use a built-in scorer",
+            scorer.name
+        );
     }
     let policy = Policy {
         factors: Factors::new(weights, &more).context("weights")?,
@@ -378,11 +382,10 @@ mod tests {
         let config = from(
             "weights: {w_cache: 0.5, w_load: 0.2}\nw_queue: 0.2\nmaxQueue: 8\nmaxUtilization: 0.8\npodReportIntervalMs: 500\n",
         )?;
-        assert_eq!(config.policy.factors.weights().take(3).collect::<Vec<_>>(), [
-            ("cache", 0.5),
-            ("load", 0.2),
-            ("queue", 0.2)
-        ]);
+        assert_eq!(
+            config.policy.factors.weights().take(3).collect::<Vec<_>>(),
+            [("cache", 0.5), ("load", 0.2), ("queue", 0.2)]
+        );
         assert_eq!((config.policy.max_queue, config.max_utilization), (8, 0.8));
         assert_eq!(from("preset: batch")?.policy.max_queue, 35);
         Ok(())

@@ -323,7 +323,9 @@ impl Exchange {
         match self.phase {
             Phase::Body => {}
             // The modes that were answered at their headers and get pieces all the same.
-            Phase::Answered if self.request_mode == BodyMode::Blind => return Step::Send(vec![Reply::RequestBody(None)]),
+            Phase::Answered if self.request_mode == BodyMode::Blind => {
+                return Step::Send(vec![Reply::RequestBody(None)]);
+            }
             // A second end of the body, as some proxies send for long ones.
             _ => return Step::Wait,
         }

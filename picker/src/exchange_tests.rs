@@ -3,7 +3,9 @@
 use super::*;
 
 fn headers(list: &[(&str, &str)]) -> Vec<Header> {
-    list.iter().map(|(name, value)| Header { name: (*name).into(), value: Bytes::copy_from_slice(value.as_bytes()) }).collect()
+    list.iter()
+        .map(|(name, value)| Header { name: (*name).into(), value: Bytes::copy_from_slice(value.as_bytes()) })
+        .collect()
 }
 
 fn start(end_of_stream: bool, mode: BodyMode) -> Part {
@@ -11,7 +13,13 @@ fn start(end_of_stream: bool, mode: BodyMode) -> Part {
 }
 
 fn start_with(list: &[(&str, &str)], end_of_stream: bool, mode: BodyMode) -> Part {
-    Part::RequestHeaders { headers: headers(list), end_of_stream, request_mode: mode, response_mode: mode, subset: None }
+    Part::RequestHeaders {
+        headers: headers(list),
+        end_of_stream,
+        request_mode: mode,
+        response_mode: mode,
+        subset: None,
+    }
 }
 
 fn piece(bytes: &[u8], end_of_stream: bool) -> Part {
@@ -108,10 +116,10 @@ fn trailers_end_a_body_that_never_says_so() {
     exchange.take(piece(b"{}", false));
     assert_eq!(asked(exchange.take(Part::RequestTrailers)).body.as_deref(), Some(&b"{}"[..]));
     let replies = exchange.decided(go());
-    assert_eq!(replies[1..], [
-        Reply::RequestPiece { bytes: Bytes::from_static(b"{}"), end_of_stream: false },
-        Reply::RequestTrailers
-    ]);
+    assert_eq!(
+        replies[1..],
+        [Reply::RequestPiece { bytes: Bytes::from_static(b"{}"), end_of_stream: false }, Reply::RequestTrailers]
+    );
 }
 
 #[test]
@@ -137,7 +145,9 @@ fn buffered_answers_headers_at_once_and_chooses_at_the_body() {
     let mut exchange = Exchange::new(1 << 20);
     assert_eq!(exchange.take(start(false, BodyMode::Buffered)), Step::Send(vec![Reply::RequestHeaders(None)]));
     assert_eq!(asked(exchange.take(piece(b"{}", false))).body.as_deref(), Some(&b"{}"[..]));
-    assert!(matches!(exchange.decided(go()).as_slice(), [Reply::RequestBody(Some(c))] if c.destination == "10.0.0.1:8000"));
+    assert!(
+        matches!(exchange.decided(go()).as_slice(), [Reply::RequestBody(Some(c))] if c.destination == "10.0.0.1:8000")
+    );
     assert_eq!(exchange.take(Part::RequestTrailers), Step::Send(vec![Reply::RequestTrailers]));
 }
 
@@ -151,7 +161,8 @@ fn modes_that_cannot_wait_for_a_body_choose_at_the_headers() {
 
 #[test]
 fn a_body_over_the_limit_is_413_at_the_byte_and_by_its_announcement() {
-    let is_413 = |step: Step| matches!(step, Step::Send(r) if matches!(r.as_slice(), [Reply::Immediate(r)] if r.status == 413));
+    let is_413 =
+        |step: Step| matches!(step, Step::Send(r) if matches!(r.as_slice(), [Reply::Immediate(r)] if r.status == 413));
     let mut exchange = Exchange::new(10);
     exchange.take(start(false, BodyMode::Duplex));
     assert_eq!(exchange.take(piece(b"0123456789", false)), Step::Wait);

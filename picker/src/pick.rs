@@ -136,7 +136,9 @@ pub fn pick(
     if left.iter().all(full) {
         // Everybody is full: those near the shortest queue are judged all the same, and cache decides.
         let bound = shortest.saturating_add(policy.max_queue);
-        excluded.extend(left.iter().copied().filter(|at| candidates[*at].queue > bound).map(|at| (at, Excluded::QueueFull)));
+        excluded.extend(
+            left.iter().copied().filter(|at| candidates[*at].queue > bound).map(|at| (at, Excluded::QueueFull)),
+        );
         left.retain(|at| candidates[*at].queue <= bound);
         if !left.is_empty() {
             reason = "all queues are full";

@@ -91,7 +91,8 @@ fn ten_points_of_cache_are_worth_what_people_are_told() {
     assert!(near(weights.cache / weights.queue, 6.0));
     assert!(near(weights.cache / weights.health, 12.0) && near(weights.cache / weights.adapter, 12.0));
     let policy = policy();
-    let score = |cache, load, queue, health, adapter| score_of(&policy, &candidate("a", cache, load, queue, health, adapter));
+    let score =
+        |cache, load, queue, health, adapter| score_of(&policy, &candidate("a", cache, load, queue, health, adapter));
     let gain = score(600, 0.5, 5, 1.0, true) - score(500, 0.5, 5, 1.0, true);
     assert!(near(gain, 0.06));
     assert!(near(gain, score(500, 0.2, 5, 1.0, true) - score(500, 0.5, 5, 1.0, true)), "0.30 of load");
@@ -134,7 +135,11 @@ fn a_busy_engine_and_one_with_a_queue() {
     assert_eq!(chosen(&run(&default, &pair), &pair), "b");
     // A wins when w_queue x 10 / maxQueue > w_load x 0.40.
     for (max_queue, winner) in [(11, "a"), (12, "a"), (13, "b"), (20, "b")] {
-        assert_eq!(chosen(&run(&policy_of(Weights::default(), max_queue), &pair), &pair), winner, "maxQueue {max_queue}");
+        assert_eq!(
+            chosen(&run(&policy_of(Weights::default(), max_queue), &pair), &pair),
+            winner,
+            "maxQueue {max_queue}"
+        );
     }
     for (queue, winner) in [(0.15, "b"), (0.17, "a")] {
         let weights = Weights { cache: 0.70 - queue, queue, ..Weights::default() };
@@ -209,18 +214,28 @@ fn exclusions_have_reasons() {
     all[2].closed = Some("draining");
     all[3].closed = Some("asleep");
     all[4].state = Some(State::Silent);
-    let subset = Subset::new(all.iter().filter(|c| &*c.engine.pod != "f").map(|c| c.engine.address.to_string()).collect::<Vec<_>>().iter().map(String::as_str));
+    let subset = Subset::new(
+        all.iter()
+            .filter(|c| &*c.engine.pod != "f")
+            .map(|c| c.engine.address.to_string())
+            .collect::<Vec<_>>()
+            .iter()
+            .map(String::as_str),
+    );
     let pick = pick(&policy, &asked(), &all, Some(&subset), |_| true, 0);
     let mut excluded = pick.excluded.clone();
     excluded.sort_by_key(|(at, _)| *at);
-    assert_eq!(excluded, [
-        (0, Excluded::Health),
-        (1, Excluded::QueueFull),
-        (2, Excluded::Draining),
-        (3, Excluded::Asleep),
-        (4, Excluded::Silent),
-        (5, Excluded::Subset),
-    ]);
+    assert_eq!(
+        excluded,
+        [
+            (0, Excluded::Health),
+            (1, Excluded::QueueFull),
+            (2, Excluded::Draining),
+            (3, Excluded::Asleep),
+            (4, Excluded::Silent),
+            (5, Excluded::Subset),
+        ]
+    );
     assert_eq!(chosen(&pick, &all), "g");
 }
 
@@ -229,7 +244,8 @@ fn nobody_left_is_said() {
     let pair = [candidate("a", 1000, 0.0, 0, 0.0, true)];
     assert_eq!(run(&policy(), &pair).chosen, None);
     assert_eq!(run(&policy(), &[]).chosen, None);
-    let nobody = pick(&policy(), &asked(), &[candidate("a", 0, 0.0, 0, 1.0, true)], Some(&Subset::default()), |_| true, 0);
+    let nobody =
+        pick(&policy(), &asked(), &[candidate("a", 0, 0.0, 0, 1.0, true)], Some(&Subset::default()), |_| true, 0);
     assert_eq!(nobody.chosen, None);
     let other_model = pick(&policy(), &asked(), &[candidate("a", 0, 0.0, 0, 1.0, true)], None, |_| false, 0);
     assert_eq!(other_model.excluded, [(0, Excluded::Model)]);
@@ -284,7 +300,8 @@ fn weights_must_sum_to_one_within_a_millionth() {
     for (name, weights, _) in PRESETS {
         assert!(Factors::new(weights, &[]).is_ok(), "{name}");
     }
-    let more = |name: &str| Factors::new(Weights { cache: 0.5, ..Weights::default() }, &[(name.into(), 0.1)]).map(|_| ());
+    let more =
+        |name: &str| Factors::new(Weights { cache: 0.5, ..Weights::default() }, &[(name.into(), 0.1)]).map(|_| ());
     assert_eq!(more("cost"), Ok(()));
     assert_eq!(more("coast"), Err(BadWeights::NoScorer("coast".into())));
     assert_eq!(more("cache"), Err(BadWeights::Twice("cache".into())));

@@ -314,7 +314,11 @@ mod tests {
     fn the_index_cannot_add_engines() {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1)]);
-        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1)), ("evil.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        sources.told(
+            vec![("a.0".into(), knowledge(&["tiny"], 1)), ("evil.0".into(), knowledge(&["tiny"], 1))],
+            &[],
+            true,
+        );
         assert_eq!(sources.pool().engines.iter().map(|e| &*e.id).collect::<Vec<_>>(), ["a.0"]);
         let many = (0..2 * MAX_KNOWN).map(|i| (format!("e{i}.0"), knowledge(&["tiny"], 1)));
         sources.told(many.collect(), &[], false);

@@ -61,7 +61,8 @@ pub fn next(parent: Fingerprint, tokens: &[u32], extras: &[Extra<'_>]) -> Finger
         }
         return never_zero(xxh64(bytes, parent));
     }
-    let mut bytes = Vec::with_capacity(tokens.len() * 4 + extras.iter().map(|e| e.identifier.len() + 12).sum::<usize>());
+    let mut bytes =
+        Vec::with_capacity(tokens.len() * 4 + extras.iter().map(|e| e.identifier.len() + 12).sum::<usize>());
     for token in tokens {
         bytes.extend_from_slice(&token.to_le_bytes());
     }

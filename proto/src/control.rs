@@ -4,9 +4,9 @@
 //! the answer is `[empty, reply]`. Every answer is one message, and long things are asked for piece by piece: no
 //! request makes the agent queue more than one reply, so its memory is bounded by the requests it reads.
 
+use crate::digest::Digest;
 use crate::event::{Fingerprints, Parent};
 use crate::id::{EngineId, Epoch, SetKind};
-use crate::digest::Digest;
 use serde::{Deserialize, Serialize};
 
 /// Most fingerprints in one piece of a snapshot: 64 KiB.
@@ -185,7 +185,10 @@ mod payloads {
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Vec<u8>>, D::Error> {
-        Ok(Vec::<serde_bytes::ByteBuf>::deserialize(deserializer)?.into_iter().map(serde_bytes::ByteBuf::into_vec).collect())
+        Ok(Vec::<serde_bytes::ByteBuf>::deserialize(deserializer)?
+            .into_iter()
+            .map(serde_bytes::ByteBuf::into_vec)
+            .collect())
     }
 }
 

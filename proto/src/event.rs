@@ -396,7 +396,9 @@ impl Batch {
                         return Err(BadBatch::Limit("root fingerprint 0"));
                     }
                 }
-                Op::Store(Store { parent: Parent::Block(0), .. }) => return Err(BadBatch::Limit("parent fingerprint 0")),
+                Op::Store(Store { parent: Parent::Block(0), .. }) => {
+                    return Err(BadBatch::Limit("parent fingerprint 0"));
+                }
                 Op::Life(life) => {
                     text("request id", life.id())?;
                     if let Life::Finished { reason, .. } = life {
@@ -504,7 +506,13 @@ mod tests {
             Op::Clear(Clear { kind: None }),
             Op::Clear(Clear { kind: Some(SetKind::Gpu) }),
             Op::State(Box::new(state())),
-            Op::Life(Life::Started { id: "x".into(), prompt_tokens: 9, cached_tokens: 0, predicted_tokens: None, seq: 3 }),
+            Op::Life(Life::Started {
+                id: "x".into(),
+                prompt_tokens: 9,
+                cached_tokens: 0,
+                predicted_tokens: None,
+                seq: 3,
+            }),
             Op::Life(Life::Finished { id: "x".into(), reason: "stop".into() }),
         ]);
         assert_eq!(Batch::decode(&all.encode()?)?, all);

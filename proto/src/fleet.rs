@@ -119,7 +119,9 @@ pub fn check(entries: &[Entry]) -> Result<(), BadFleet> {
 
 fn is_socket(value: &str) -> bool {
     if let Some(rest) = value.strip_prefix("tcp://") {
-        return rest.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0));
+        return rest
+            .rsplit_once(':')
+            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0));
     }
     value.strip_prefix("ipc://").is_some_and(|path| !path.is_empty())
 }

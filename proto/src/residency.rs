@@ -269,7 +269,11 @@ impl Residency {
             return at;
         }
         let at = self.new_node(fp, root);
-        if root { self.roots.insert(fp, at) } else { self.blocks.insert(fp, at) };
+        if root {
+            self.roots.insert(fp, at)
+        } else {
+            self.blocks.insert(fp, at)
+        };
         at
     }
 
@@ -310,7 +314,11 @@ impl Residency {
             return;
         }
         let (fp, root) = (node.fp, node.root);
-        if root { self.roots.remove(&fp) } else { self.blocks.remove(&fp) };
+        if root {
+            self.roots.remove(&fp)
+        } else {
+            self.blocks.remove(&fp)
+        };
         self.free.push(at);
     }
 

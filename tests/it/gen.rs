@@ -27,7 +27,8 @@ fn generate(out: &Path) -> BTreeMap<String, String> {
         }
         let mut text = std::fs::read_to_string(&path).expect("generated file");
         if name == "mod.rs" {
-            text = format!("//! Generated from `proto/proto`; the test `gen` says how.\n{}", without_annotations(&text));
+            text =
+                format!("//! Generated from `proto/proto`; the test `gen` says how.\n{}", without_annotations(&text));
         }
         made.insert(name, text);
     }

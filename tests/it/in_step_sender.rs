@@ -179,7 +179,11 @@ impl Sender {
         let mut chains = Vec::new();
         for kind in KINDS {
             self.tiers[kind.index()].real.chains(|link, blocks| {
-                chains.push(Chain { kind, parent: batch::parent(link, MODEL, ""), fingerprints: Fingerprints(blocks.to_vec()) });
+                chains.push(Chain {
+                    kind,
+                    parent: batch::parent(link, MODEL, ""),
+                    fingerprints: Fingerprints(blocks.to_vec()),
+                });
             });
         }
         let size = 1 + dice.below(4);

@@ -135,7 +135,12 @@ impl World {
     pub fn restart_index(&mut self) {
         (self.core, self.reader) = open(Limits::default());
         let setting = Setting { seed: SEED, leases: Leases::default(), reader: 2 };
-        self.streams = self.streams.iter().enumerate().map(|(at, old)| Stream::new(setting, old.entry().clone(), at as u32)).collect();
+        self.streams = self
+            .streams
+            .iter()
+            .enumerate()
+            .map(|(at, old)| Stream::new(setting, old.entry().clone(), at as u32))
+            .collect();
         // Answers on their way are of connections that are gone.
         self.arriving.retain(|_, (_, arrival)| matches!(arrival, Arrival::Message { .. }));
         self.suspect = [false; ENGINES];
@@ -154,7 +159,8 @@ impl World {
                 continue;
             }
             let after = if self.dice.percent(self.weather.late) { self.dice.below(400) as u64 } else { 1 };
-            let payload = if self.dice.percent(self.weather.damaged) { self.damage(engine, &payload) } else { payload.clone() };
+            let payload =
+                if self.dice.percent(self.weather.damaged) { self.damage(engine, &payload) } else { payload.clone() };
             self.arrive(engine, Arrival::Message { seq, payload }, after);
         }
     }
@@ -263,7 +269,12 @@ impl World {
                 continue;
             }
             assert_ne!(engine, STRANGER, "{}: a stranger is credited", at());
-            assert!(status.age_ms(self.now_ms) <= 1000, "{}: credited though silent for {} ms", at(), status.age_ms(self.now_ms));
+            assert!(
+                status.age_ms(self.now_ms) <= 1000,
+                "{}: credited though silent for {} ms",
+                at(),
+                status.age_ms(self.now_ms)
+            );
             let whole = status.whole_ms.map(|at| self.now_ms - at);
             assert!(whole.is_some_and(|ms| ms <= 1000), "{}: credited though incomplete for {whole:?} ms", at());
             let sender = &self.senders[engine];
@@ -272,10 +283,14 @@ impl World {
             if unseen || status.epoch != Some(sender.epoch()) {
                 continue;
             }
-            let held = self.streams[engine].live(kind).map(|holder| self.core.digest(holder).expect("live")).unwrap_or_default();
+            let held = self.streams[engine]
+                .live(kind)
+                .map(|holder| self.core.digest(holder).expect("live"))
+                .unwrap_or_default();
             let history = &sender.history;
             let from = (status.next as usize).saturating_sub(1);
-            let known = (status.next == 0 && held.count == 0) || history[from.min(history.len())..].iter().any(|sets| sets[kind.index()] == held);
+            let known = (status.next == 0 && held.count == 0)
+                || history[from.min(history.len())..].iter().any(|sets| sets[kind.index()] == held);
             assert!(known, "{}: {} holds what the engine never had from message {from} on", at(), kind.name());
         }
     }
@@ -300,7 +315,14 @@ impl World {
             assert_eq!(status.models(), [MODEL], "seed {}", self.seed);
             for kind in KINDS {
                 let truth = self.senders[engine].truth(kind);
-                assert_eq!(self.members(engine, kind), truth, "seed {} at {} ms, engine {engine}, {}", self.seed, self.now_ms, kind.name());
+                assert_eq!(
+                    self.members(engine, kind),
+                    truth,
+                    "seed {} at {} ms, engine {engine}, {}",
+                    self.seed,
+                    self.now_ms,
+                    kind.name()
+                );
             }
             self.suspect[engine] = false;
         }
@@ -308,7 +330,8 @@ impl World {
     }
 
     fn ask_all(&mut self) {
-        let truth: Vec<[BTreeSet<u64>; 2]> = self.senders.iter().map(|sender| KINDS.map(|kind| sender.truth(kind))).collect();
+        let truth: Vec<[BTreeSet<u64>; 2]> =
+            self.senders.iter().map(|sender| KINDS.map(|kind| sender.truth(kind))).collect();
         let mut depths = Vec::new();
         for name in &self.names {
             let mut prompt = vec![*name];
@@ -318,7 +341,8 @@ impl World {
             prompt.reverse();
             self.reader.find(&prompt).depths(&mut depths);
             for (engine, truth) in truth.iter().enumerate() {
-                let want = KINDS.map(|kind| prompt.iter().take_while(|fp| truth[kind.index()].contains(fp)).count() as u32);
+                let want =
+                    KINDS.map(|kind| prompt.iter().take_while(|fp| truth[kind.index()].contains(fp)).count() as u32);
                 let got = depths.get(engine).copied().unwrap_or_default();
                 assert_eq!(got, want, "seed {}, engine {engine}, the prompt that ends at {name}", self.seed);
             }

@@ -25,7 +25,17 @@ async fn first_contact_and_every_face() -> Result<()> {
     let index = Running::start(&[&engine]).await?;
     index.state("a.0", "in_step").await?;
     let row = index.row("a.0").await?;
-    for (key, want) in [("gpu_blocks", json!(6)), ("any_blocks", json!(6)), ("block_size", json!(16)), ("models", json!(["tiny"])), ("rule", json!("closed")), ("source", json!("agent")), ("digest_failures", json!(0)), ("resyncs", json!(1)), ("gaps", json!(0))] {
+    for (key, want) in [
+        ("gpu_blocks", json!(6)),
+        ("any_blocks", json!(6)),
+        ("block_size", json!(16)),
+        ("models", json!(["tiny"])),
+        ("rule", json!("closed")),
+        ("source", json!("agent")),
+        ("digest_failures", json!(0)),
+        ("resyncs", json!(1)),
+        ("gaps", json!(0)),
+    ] {
         assert_eq!(row[key], want, "{key} of {row}");
     }
     // All 96 tokens are there: the last block is computed all the same.
@@ -34,7 +44,13 @@ async fn first_contact_and_every_face() -> Result<()> {
     assert_eq!(index.cached("a.0", 0..200).await?, 96);
     assert_eq!(index.cached("a.0", 1..200).await?, 0);
     let mut grpc = index.grpc().await?;
-    let asked = wire::MatchRequest { root: 1, block_size: 16, prompt_tokens: 200, fingerprints: prompt(0..200), candidates: vec![] };
+    let asked = wire::MatchRequest {
+        root: 1,
+        block_size: 16,
+        prompt_tokens: 200,
+        fingerprints: prompt(0..200),
+        candidates: vec![],
+    };
     let answer = grpc.r#match(asked.clone()).await?.into_inner();
     let one = answer.engines.first().context("no engine")?;
     assert_eq!((one.engine.as_str(), one.gpu_blocks, one.cached_tokens, one.in_step), ("a.0", 6, 96, Some(true)));
@@ -45,22 +61,37 @@ async fn first_contact_and_every_face() -> Result<()> {
     assert_eq!(none.engines, []);
 
     let blocks = http::get(index.http, "/v1/engines/a.0/blocks").await?;
-    let listed: BTreeSet<String> = blocks["blocks"].as_array().context("no list")?.iter().filter_map(|fp| Some(fp.as_str()?.to_string())).collect();
+    let listed: BTreeSet<String> = blocks["blocks"]
+        .as_array()
+        .context("no list")?
+        .iter()
+        .filter_map(|fp| Some(fp.as_str()?.to_string()))
+        .collect();
     assert_eq!(listed, prompt(0..96).iter().map(u64::to_string).collect());
     let block = http::get(index.http, &format!("/v1/blocks/{}", prompt(0..16)[0])).await?;
     assert_eq!(block["holders"], json!([{"engine": "a.0", "kind": "gpu"}]));
-    for (path, status, code) in [("/v1/engines/b.0", 404, "no_engine"), ("/v1/blocks/x", 400, "bad_fingerprint"), ("/nothing", 404, "not_found"), ("/v1/models/x/bundle", 404, "no_model")] {
+    for (path, status, code) in [
+        ("/v1/engines/b.0", 404, "no_engine"),
+        ("/v1/blocks/x", 400, "bad_fingerprint"),
+        ("/nothing", 404, "not_found"),
+        ("/v1/models/x/bundle", 404, "no_model"),
+    ] {
         let (got, body) = http::exchange(index.http, "GET", path, None).await?;
         let body: serde_json::Value = serde_json::from_slice(&body)?;
         assert_eq!((got.as_u16(), &body["error"]["code"]), (status, &json!(code)), "{path}");
         assert!(body["error"]["hint"].is_string(), "{path}");
     }
-    let (got, _) = http::exchange(index.http, "POST", "/v1/match", Some(&json!({"model": "tiny", "prompt": "hello"}))).await?;
+    let (got, _) =
+        http::exchange(index.http, "POST", "/v1/match", Some(&json!({"model": "tiny", "prompt": "hello"}))).await?;
     assert_eq!(got.as_u16(), 501);
     assert!(http::is_ok(index.http, "/healthz").await && http::is_ok(index.http, "/readyz").await);
     let (_, metrics) = http::exchange(index.http, "GET", "/metrics", None).await?;
     let metrics = String::from_utf8_lossy(&metrics).to_string();
-    for line in ["kvatlas_index_engines{state=\"in_step\"} 1", "kvatlas_index_resyncs_total{reason=\"first\"} 1", "kvatlas_index_core{what=\"blocks\"} 6"] {
+    for line in [
+        "kvatlas_index_engines{state=\"in_step\"} 1",
+        "kvatlas_index_resyncs_total{reason=\"first\"} 1",
+        "kvatlas_index_core{what=\"blocks\"} 6",
+    ] {
         assert!(metrics.contains(line), "{line:?} is not in {metrics}");
     }
     until("the bundle is here", async || Ok(index.handle.bundle("tiny").is_ok())).await?;
@@ -209,7 +240,8 @@ async fn nonsense_is_counted_and_hurts_nobody() -> Result<()> {
     until("all of it is counted", async || Ok(index.row("a.0").await?["bad_messages"] == 5)).await?;
     index.state("a.0", "in_step").await?;
     assert_eq!(index.cached("a.0", 0..65).await?, 64);
-    until("the liar is named", async || Ok(index.row("liar.0").await?["reason"].to_string().contains("at most"))).await?;
+    until("the liar is named", async || Ok(index.row("liar.0").await?["reason"].to_string().contains("at most")))
+        .await?;
     assert_eq!(index.row("liar.0").await?["state"], "silent");
     // A body that is no JSON, and one that is too long.
     let (status, _) = http::exchange(index.http, "POST", "/v1/match", Some(&json!([1]))).await?;
@@ -228,9 +260,20 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
     let mut watched = grpc.watch(wire::WatchRequest {}).await?.into_inner();
     let first = watched.message().await?.context("no event")?;
     assert!(first.whole && first.engines.len() == 1 && first.engines[0].engine == "a.0");
-    let reserve = wire::ReserveRequest { engine: "a.0".into(), request_id: REQUEST.into(), fingerprints: prompt(0..64), tokens: 65 };
+    let reserve = wire::ReserveRequest {
+        engine: "a.0".into(),
+        request_id: REQUEST.into(),
+        fingerprints: prompt(0..64),
+        tokens: 65,
+    };
     grpc.reserve(reserve.clone()).await?;
-    let asked = wire::MatchRequest { root: 1, block_size: 16, prompt_tokens: 65, fingerprints: prompt(0..64), candidates: vec![] };
+    let asked = wire::MatchRequest {
+        root: 1,
+        block_size: 16,
+        prompt_tokens: 65,
+        fingerprints: prompt(0..64),
+        candidates: vec![],
+    };
     let one = grpc.r#match(asked.clone()).await?.into_inner().engines.remove(0);
     let load = one.load.context("no load")?;
     assert_eq!((one.coming_blocks, one.gpu_blocks, load.reserved, load.reserved_tokens), (4, 0, 1, 65));
@@ -242,7 +285,13 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
     }
     let id = format!("cmpl-{REQUEST}-0-1a2b3c4d");
     engine.engine().lives.push(Life::Arrived { id: id.clone() });
-    engine.engine().lives.push(Life::Started { id: id.clone(), prompt_tokens: 65, cached_tokens: 0, predicted_tokens: Some(0), seq: 1 });
+    engine.engine().lives.push(Life::Started {
+        id: id.clone(),
+        prompt_tokens: 65,
+        cached_tokens: 0,
+        predicted_tokens: Some(0),
+        seq: 1,
+    });
     let mut lives = Vec::new();
     while lives.len() < 2 {
         let event = tokio::time::timeout(Duration::from_secs(60), watched.message()).await??.context("no event")?;
@@ -252,7 +301,8 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
     let one = grpc.r#match(asked.clone()).await?.into_inner().engines.remove(0);
     assert_eq!((one.coming_blocks, one.load.context("no load")?.reserved), (4, 0));
     engine.engine().lives.push(Life::Finished { id, reason: "stop".into() });
-    until("it is over", async || Ok(grpc.r#match(asked.clone()).await?.into_inner().engines[0].coming_blocks == 0)).await?;
+    until("it is over", async || Ok(grpc.r#match(asked.clone()).await?.into_inner().engines[0].coming_blocks == 0))
+        .await?;
     grpc.reserve(reserve).await?;
     grpc.release(wire::ReleaseRequest { request_id: REQUEST.into() }).await?;
     let one = grpc.r#match(asked).await?.into_inner().engines.remove(0);
@@ -264,7 +314,8 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
 async fn a_stock_engine_is_followed_by_its_own_events() -> Result<()> {
     let engine = Publisher::start("a", SEED).await?;
     engine.quiet(true);
-    let entry = serde_json::from_value(json!({"name": "a", "events": engine.events, "source": "native", "model": "tiny"}))?;
+    let entry =
+        serde_json::from_value(json!({"name": "a", "events": engine.events, "source": "native", "model": "tiny"}))?;
     let index = Running::with(Config { fleet: FleetSource::Inline(vec![entry]), ..Config::default() }).await?;
     // As vLLM packs it: [ts, [["BlockStored", hashes, parent, tokens, block size, adapter]]].
     let stored = |hashes: [u64; 2], tokens: std::ops::Range<u32>| {
@@ -309,13 +360,30 @@ async fn engines_come_and_go_with_the_fleet_file() -> Result<()> {
     let mut watch = index.handle.watch();
     watch.next().await.context("no first update")?;
     write(&[&a, &b])?;
-    until("b is there", async || Ok(index.handle.match_(&index::answer::Query { block_size: 16, prompt_tokens: 65, fingerprints: &prompt(0..64), candidates: &["b.0".into()] }).engines.first().is_some_and(|one| one.cached_tokens == 64))).await?;
+    until("b is there", async || {
+        Ok(index
+            .handle
+            .match_(&index::answer::Query {
+                block_size: 16,
+                prompt_tokens: 65,
+                fingerprints: &prompt(0..64),
+                candidates: &["b.0".into()],
+            })
+            .engines
+            .first()
+            .is_some_and(|one| one.cached_tokens == 64))
+    })
+    .await?;
     // A list that is refused changes nothing.
     std::fs::write(&path, "- {name: a}\n- {name: a}\n")?;
     tokio::time::sleep(Duration::from_millis(1200)).await;
     index.state("b.0", "in_step").await?;
     write(&[&b])?;
-    until("a is gone", async || Ok(http::exchange(index.http, "GET", "/v1/engines/a.0", None).await?.0.as_u16() == 404)).await?;
+    until(
+        "a is gone",
+        async || Ok(http::exchange(index.http, "GET", "/v1/engines/a.0", None).await?.0.as_u16() == 404),
+    )
+    .await?;
     loop {
         let update = tokio::time::timeout(Duration::from_secs(60), watch.next()).await?.context("the index stopped")?;
         if update.gone.iter().any(|engine| engine.name == "a") {

@@ -87,7 +87,8 @@ impl Publisher {
                 let _ = router.send(answer).await;
             }
         }));
-        let (sender, publisher, quiet, name) = (made.sender.clone(), made.publisher.clone(), made.quiet.clone(), made.name.clone());
+        let (sender, publisher, quiet, name) =
+            (made.sender.clone(), made.publisher.clone(), made.quiet.clone(), made.name.clone());
         made.tasks.push(tokio::spawn(async move {
             loop {
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -173,7 +174,11 @@ impl Drop for Running {
 impl Running {
     /// An index of these engines.
     pub async fn start(engines: &[&Publisher]) -> Result<Running> {
-        Self::with(Config { fleet: FleetSource::Inline(engines.iter().map(|engine| engine.entry()).collect()), ..Config::default() }).await
+        Self::with(Config {
+            fleet: FleetSource::Inline(engines.iter().map(|engine| engine.entry()).collect()),
+            ..Config::default()
+        })
+        .await
     }
 
     /// An index of this configuration, on free ports and with the deployment's seed.
@@ -209,7 +214,8 @@ impl Running {
     /// Cached tokens of one engine for these tokens.
     pub async fn cached(&self, engine: &str, tokens: std::ops::Range<u32>) -> Result<u64> {
         let rows = self.lookup(tokens).await?;
-        let row = rows.iter().find(|row| row["engine"] == engine).with_context(|| format!("{engine} is not in {rows:?}"))?;
+        let row =
+            rows.iter().find(|row| row["engine"] == engine).with_context(|| format!("{engine} is not in {rows:?}"))?;
         row["cached_tokens"].as_u64().context("no cached_tokens")
     }
 }

@@ -112,7 +112,8 @@ async fn a_fleet_file_is_followed_and_a_bad_one_changes_nothing() -> Result<()> 
 #[tokio::test]
 async fn an_index_inside_is_followed() -> Result<()> {
     // Nobody publishes there: the engines are known by name and silent.
-    let fleet = "fleet:\n- {name: a, address: '10.0.0.1:8000', events: 'tcp://127.0.0.1:9', control: 'tcp://127.0.0.1:9'}\n";
+    let fleet =
+        "fleet:\n- {name: a, address: '10.0.0.1:8000', events: 'tcp://127.0.0.1:9', control: 'tcp://127.0.0.1:9'}\n";
     let world = world(&format!("{fleet}index: embedded")).await?;
     until("the engine is told of", async || {
         Ok(http::get(world.picker.http, "/v1/config").await?["engines"][0]["state"] == "silent")

@@ -238,10 +238,8 @@ async fn an_index_that_dies_and_comes_back_costs_no_request() -> Result<()> {
         world.envoy.json(PATH, &format!("dying-{turn}"), &completion(0..64)).await?.destination()?;
     }
     dying.await?;
-    until("it is known to be away", async || {
-        Ok(http::get(world.picker.http, "/readyz").await?["index"] == "away")
-    })
-    .await?;
+    until("it is known to be away", async || Ok(http::get(world.picker.http, "/readyz").await?["index"] == "away"))
+        .await?;
     world.envoy.json(PATH, "away", &completion(0..64)).await?.destination()?;
     let decision = world.decision("away").await?;
     assert_eq!((&decision["degraded"], &decision["predicted_tokens"]), (&json!(["index_away"]), &json!(null)));

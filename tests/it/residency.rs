@@ -18,7 +18,16 @@ fn run(seed: u64) {
     // A forest: few enough blocks that duplicates, orphans and returns are common.
     let blocks = 20 + dice.below(60) as u64;
     let parents: BTreeMap<u64, Link> = (0..blocks)
-        .map(|i| (1000 + i, if i < 2 || dice.percent(5) { Link::Root(1 + i % 2) } else { Link::Block(1000 + dice.below(i as usize) as u64) }))
+        .map(|i| {
+            (
+                1000 + i,
+                if i < 2 || dice.percent(5) {
+                    Link::Root(1 + i % 2)
+                } else {
+                    Link::Block(1000 + dice.below(i as usize) as u64)
+                },
+            )
+        })
         .collect();
     let names: Vec<u64> = parents.keys().copied().collect();
     let (mut real, mut naive, mut told) = (Residency::new(), Copies::default(), BTreeSet::new());

@@ -127,7 +127,8 @@ pub fn modules(text: &str) -> Vec<Module> {
         } else if line.starts_with("#[cfg(test)]") {
             test = true;
         } else if !line.is_empty() && !line.starts_with("#[") {
-            let words: Vec<&str> = line.split_whitespace().filter(|word| *word != "pub" && !word.starts_with("pub(")).collect();
+            let words: Vec<&str> =
+                line.split_whitespace().filter(|word| *word != "pub" && !word.starts_with("pub(")).collect();
             if let ["mod", name] = words.as_slice()
                 && let Some(name) = name.strip_suffix(';')
             {

@@ -45,7 +45,12 @@ impl Later {
 ///
 /// # Errors
 /// When the peer leaves, breaks the protocol, or takes nothing for [`STALL`].
-pub async fn serve(mut stream: Box<dyn Stream>, feed: Rc<RefCell<Feed>>, later: Arc<Later>, clock: Clock) -> Result<()> {
+pub async fn serve(
+    mut stream: Box<dyn Stream>,
+    feed: Rc<RefCell<Feed>>,
+    later: Arc<Later>,
+    clock: Clock,
+) -> Result<()> {
     timeout(GREETING, zmtp::handshake(&mut stream, "ROUTER", &["DEALER", "REQ", "ROUTER"])).await??;
     let mut out = Vec::new();
     loop {

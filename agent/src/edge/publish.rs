@@ -28,7 +28,12 @@ struct Wishes {
 ///
 /// # Errors
 /// When the reader leaves, breaks the protocol, or takes nothing for [`STALL`].
-pub async fn serve(mut stream: Box<dyn Stream>, topic: String, feed: Rc<RefCell<Feed>>, next: watch::Receiver<u64>) -> Result<()> {
+pub async fn serve(
+    mut stream: Box<dyn Stream>,
+    topic: String,
+    feed: Rc<RefCell<Feed>>,
+    next: watch::Receiver<u64>,
+) -> Result<()> {
     timeout(GREETING, zmtp::handshake(&mut stream, "PUB", &["SUB", "XSUB"])).await??;
     let (mut from, to) = tokio::io::split(stream);
     let wishes = Wishes::default();

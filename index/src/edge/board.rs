@@ -91,7 +91,8 @@ impl Board {
 
 /// Is `name.rank` this engine? Without building the text.
 pub fn names(status: &Status, engine: &str) -> bool {
-    engine.strip_prefix(status.engine.name.as_str()).and_then(|rest| rest.strip_prefix('.')).is_some_and(|rank| {
-        rank.parse() == Ok(status.engine.rank)
-    })
+    engine
+        .strip_prefix(status.engine.name.as_str())
+        .and_then(|rest| rest.strip_prefix('.'))
+        .is_some_and(|rank| rank.parse() == Ok(status.engine.rank))
 }

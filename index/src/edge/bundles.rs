@@ -54,7 +54,8 @@ impl Bundles {
             places.insert(digest.into(), Place::Bad);
             return false;
         }
-        let held: usize = places.values().map(|place| if let Place::Here(bytes) = place { bytes.len() } else { 0 }).sum();
+        let held: usize =
+            places.values().map(|place| if let Place::Here(bytes) = place { bytes.len() } else { 0 }).sum();
         if held + bytes.len() <= MOST_BYTES {
             places.insert(digest.into(), Place::Here(bytes.into()));
         }

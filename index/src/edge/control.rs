@@ -42,7 +42,14 @@ struct Arriving {
 }
 
 /// Asks what comes through `jobs` until that closes.
-pub async fn serve(stream: u64, name: String, endpoint: Option<String>, mut jobs: mpsc::Receiver<Job>, inbox: Inbox, bundles: Arc<Bundles>) {
+pub async fn serve(
+    stream: u64,
+    name: String,
+    endpoint: Option<String>,
+    mut jobs: mpsc::Receiver<Job>,
+    inbox: Inbox,
+    bundles: Arc<Bundles>,
+) {
     let mut connection: Option<Connection> = None;
     let mut arriving: Option<Arriving> = None;
     let mut rest_until = Instant::now();
@@ -100,7 +107,9 @@ async fn ask(connection: &mut Option<Connection>, endpoint: &str, request: &Requ
     let bytes = encode(request).map_err(|e| e.to_string())?;
     one.send(&[b"", &bytes]).await.map_err(|e| e.to_string())?;
     let frames = one.receive().await.map_err(|e| e.to_string())?;
-    let [empty, body] = frames.as_slice() else { return Err(format!("an answer of {} frames; it has 2", frames.len())) };
+    let [empty, body] = frames.as_slice() else {
+        return Err(format!("an answer of {} frames; it has 2", frames.len()));
+    };
     if !empty.is_empty() {
         return Err("an answer whose first frame is not empty".into());
     }
@@ -110,10 +119,17 @@ async fn ask(connection: &mut Option<Connection>, endpoint: &str, request: &Requ
 }
 
 /// Takes one piece of a bundle. What is still arriving comes back.
-fn piece(mut bundle: Arriving, outcome: Result<Reply, String>, stream: u64, name: &str, bundles: &Bundles) -> Option<Arriving> {
+fn piece(
+    mut bundle: Arriving,
+    outcome: Result<Reply, String>,
+    stream: u64,
+    name: &str,
+    bundles: &Bundles,
+) -> Option<Arriving> {
     let why = match outcome {
         Ok(Reply::Bundle { digest, total, offset, bytes }) => {
-            let fits = digest == bundle.digest && offset == bundle.bytes.len() as u64 && total <= MAX_BUNDLE_BYTES as u64;
+            let fits =
+                digest == bundle.digest && offset == bundle.bytes.len() as u64 && total <= MAX_BUNDLE_BYTES as u64;
             let end = offset.saturating_add(bytes.len() as u64);
             if fits && end <= total && (!bytes.is_empty() || end == total) {
                 bundle.bytes.extend_from_slice(&bytes);

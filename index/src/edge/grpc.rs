@@ -2,8 +2,8 @@
 
 use super::watch::Watch;
 use crate::answer::{
-    Bundle, EngineMatch, EngineState, LifeStep, MAX_FINGERPRINTS, NoBundle, NotReserved, Placement, Query, RequestLife, Reserved,
-    Status as Engine, Update,
+    Bundle, EngineMatch, EngineState, LifeStep, MAX_FINGERPRINTS, NoBundle, NotReserved, Placement, Query, RequestLife,
+    Reserved, Status as Engine, Update,
 };
 use crate::app::Shared;
 use proto::fleet::Source;
@@ -31,7 +31,11 @@ const ALIVE: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// When the address is taken.
-pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> std::io::Result<SocketAddr> {
+pub async fn serve(
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    mut stopped: watch::Receiver<bool>,
+) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address).await?;
     let address = listener.local_addr()?;
     let token = Token(shared.config.token.clone().map(|token| format!("Bearer {token}").into()));
@@ -86,10 +90,15 @@ impl Index for Face {
     async fn r#match(&self, request: Request<wire::MatchRequest>) -> Result<Response<wire::MatchResponse>, Status> {
         let asked = request.into_inner();
         if asked.fingerprints.len() > MAX_FINGERPRINTS {
-            return Err(Status::invalid_argument(format!("{} fingerprints; at most {MAX_FINGERPRINTS} are taken", asked.fingerprints.len())));
+            return Err(Status::invalid_argument(format!(
+                "{} fingerprints; at most {MAX_FINGERPRINTS} are taken",
+                asked.fingerprints.len()
+            )));
         }
         if asked.block_size == 0 {
-            return Err(Status::invalid_argument("block_size is 0; send the tokens a block that the fingerprints were made with"));
+            return Err(Status::invalid_argument(
+                "block_size is 0; send the tokens a block that the fingerprints were made with",
+            ));
         }
         let query = Query {
             block_size: asked.block_size,
@@ -135,7 +144,10 @@ impl Index for Face {
 
     type GetBundleStream = ReceiverStream<Result<wire::BundlePiece, Status>>;
 
-    async fn get_bundle(&self, request: Request<wire::BundleRequest>) -> Result<Response<Self::GetBundleStream>, Status> {
+    async fn get_bundle(
+        &self,
+        request: Request<wire::BundleRequest>,
+    ) -> Result<Response<Self::GetBundleStream>, Status> {
         let model = request.into_inner().model;
         let found = self.shared.bundles.get(&self.shared.lookup.board, &model);
         let Bundle { digest, bytes } = found.map_err(|error| match &error {
@@ -145,7 +157,8 @@ impl Index for Face {
         let (sender, receiver) = mpsc::channel(2);
         tokio::spawn(async move {
             for piece in bytes.chunks(PIECE_BYTES) {
-                let piece = wire::BundlePiece { digest: digest.clone(), total: bytes.len() as u64, bytes: piece.to_vec() };
+                let piece =
+                    wire::BundlePiece { digest: digest.clone(), total: bytes.len() as u64, bytes: piece.to_vec() };
                 if sender.send(Ok(piece)).await.is_err() {
                     return;
                 }
@@ -160,7 +173,10 @@ impl Index for Face {
 async fn pass_on(mut watch: Watch, shared: &Shared, sender: &mpsc::Sender<Result<wire::WatchEvent, Status>>) {
     while let Some(update) = watch.next().await {
         if update.missed > 0 {
-            tracing::warn!(updates = update.missed, "a watcher was too slow: it is told the whole fleet again, lives of requests are lost to it");
+            tracing::warn!(
+                updates = update.missed,
+                "a watcher was too slow: it is told the whole fleet again, lives of requests are lost to it"
+            );
         }
         if sender.send(Ok(of_update(&update, shared))).await.is_err() {
             return;
@@ -198,7 +214,8 @@ fn of_match(one: &EngineMatch) -> wire::EngineMatch {
 }
 
 fn of_load(status: &Engine, reserved: Reserved) -> wire::Load {
-    let mut load = wire::Load { reserved: reserved.requests, reserved_tokens: reserved.tokens, health: 1.0, ..Default::default() };
+    let mut load =
+        wire::Load { reserved: reserved.requests, reserved_tokens: reserved.tokens, health: 1.0, ..Default::default() };
     if let Some(state) = status.heartbeat.as_deref() {
         load.running = state.running;
         load.waiting = state.waiting;

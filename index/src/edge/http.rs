@@ -24,7 +24,11 @@ pub const MOST_BODY_BYTES: usize = 16 << 20;
 ///
 /// # Errors
 /// When the address is taken.
-pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch::Receiver<bool>) -> std::io::Result<SocketAddr> {
+pub async fn serve(
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    mut stopped: watch::Receiver<bool>,
+) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address).await?;
     let address = listener.local_addr()?;
     let debug = axum::Router::new()
@@ -41,7 +45,14 @@ pub async fn serve(address: SocketAddr, shared: Arc<Shared>, mut stopped: watch:
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
         .merge(debug)
-        .fallback(|| async { Fault::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path", "see /v1/engines, /v1/match, /v1/stats, /metrics") })
+        .fallback(|| async {
+            Fault::new(
+                StatusCode::NOT_FOUND,
+                "not_found",
+                "there is nothing at this path",
+                "see /v1/engines, /v1/match, /v1/stats, /metrics",
+            )
+        })
         .layer(DefaultBodyLimit::max(MOST_BODY_BYTES))
         .with_state(shared);
     tokio::spawn(async move {
@@ -97,11 +108,13 @@ async fn guard(State(shared): State<Arc<Shared>>, headers: HeaderMap, request: R
 async fn ready(State(shared): State<Arc<Shared>>) -> Response {
     if shared.scribe.fleet().is_closed() {
         let hint = "see the log; start it again";
-        return Fault::new(StatusCode::SERVICE_UNAVAILABLE, "no_writer", "the index's writer has stopped", hint).into_response();
+        return Fault::new(StatusCode::SERVICE_UNAVAILABLE, "no_writer", "the index's writer has stopped", hint)
+            .into_response();
     }
     if shared.lookup.board.version() == 0 {
         let hint = "wait a moment";
-        return Fault::new(StatusCode::SERVICE_UNAVAILABLE, "no_fleet", "the fleet list was not read yet", hint).into_response();
+        return Fault::new(StatusCode::SERVICE_UNAVAILABLE, "no_fleet", "the fleet list was not read yet", hint)
+            .into_response();
     }
     "ready\n".into_response()
 }
@@ -109,7 +122,9 @@ async fn ready(State(shared): State<Arc<Shared>>) -> Response {
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     match shared.metrics.scrape(&shared.lookup.board, &shared.lookup) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
-        Err(error) => Fault::new(StatusCode::INTERNAL_SERVER_ERROR, "metrics", error.to_string(), "report it").into_response(),
+        Err(error) => {
+            Fault::new(StatusCode::INTERNAL_SERVER_ERROR, "metrics", error.to_string(), "report it").into_response()
+        }
     }
 }
 
@@ -123,7 +138,11 @@ async fn bundle(State(shared): State<Arc<Shared>>, Path(model): Path<String>) ->
         Err(error) => {
             let (status, code, hint) = match &error {
                 NoBundle::NoModel(_) => (StatusCode::NOT_FOUND, "no_model", "see the models in /v1/engines"),
-                NoBundle::NotYet(_) => (StatusCode::SERVICE_UNAVAILABLE, "no_bundle", "the engine's agent exports it once, soon after its start"),
+                NoBundle::NotYet(_) => (
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "no_bundle",
+                    "the engine's agent exports it once, soon after its start",
+                ),
                 NoBundle::Fetching(_) => (StatusCode::SERVICE_UNAVAILABLE, "fetching", "ask again in a second"),
             };
             Fault::new(status, code, error.to_string(), hint).into_response()

@@ -86,7 +86,9 @@ async fn read(stream: u64, mut connection: Connection, source: Source, inbox: &I
         };
         let event = match event {
             Ok(event) => event,
-            Err(bad) => Event::Bad { stream, version: matches!(bad, Bad::Batch(BadBatch::Version(_))), reason: bad.to_string() },
+            Err(bad) => {
+                Event::Bad { stream, version: matches!(bad, Bad::Batch(BadBatch::Version(_))), reason: bad.to_string() }
+            }
         };
         // Waits while the writer is behind: then TCP waits, then the agent drops, and the gap shows.
         if !inbox.send(event, bytes).await {

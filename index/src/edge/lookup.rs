@@ -43,9 +43,8 @@ impl Lookup {
 
     /// What would each engine take from its cache?
     pub fn find(&self, query: &Query<'_>) -> Matched {
-        let mut desk = lock(&self.desks)
-            .pop()
-            .unwrap_or_else(|| Desk { reader: lock(&self.first).clone(), depths: Vec::new() });
+        let mut desk =
+            lock(&self.desks).pop().unwrap_or_else(|| Desk { reader: lock(&self.first).clone(), depths: Vec::new() });
         let matched = self.find_at(&mut desk, query);
         let mut desks = lock(&self.desks);
         if desks.len() < MOST_READERS {
@@ -63,7 +62,8 @@ impl Lookup {
         let answer = desk.reader.find(query.fingerprints);
         answer.depths(&mut desk.depths);
         let lookup_ns = started.elapsed().as_nanos() as u64;
-        let mut engines = Vec::with_capacity(if query.candidates.is_empty() { seats.len() } else { query.candidates.len() });
+        let mut engines =
+            Vec::with_capacity(if query.candidates.is_empty() { seats.len() } else { query.candidates.len() });
         for seat in seats.iter() {
             let status = seat.status();
             if !wanted(&status) {

@@ -5,7 +5,9 @@ use super::lookup::Lookup;
 use crate::answer::{EngineState, ResyncReason, Tally};
 use crate::shared::Stats;
 use arc_swap::ArcSwap;
-use prometheus::{Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder};
+use prometheus::{
+    Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
+};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -76,7 +78,8 @@ impl Metrics {
     /// When a metric is described wrongly: a fault of this file.
     pub fn new() -> prometheus::Result<Self> {
         let registry = Registry::new();
-        let seconds = |name: &str, help: &str, buckets| Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets));
+        let seconds =
+            |name: &str, help: &str, buckets| Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets));
         let lookups = seconds(
             "kvatlas_index_lookup_seconds",
             "Time of one lookup, with the fleet's state and the placements.",
@@ -88,13 +91,31 @@ impl Metrics {
             vec![0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0],
         )?;
         let recounts = IntCounter::new("kvatlas_index_recounts_total", "Sets recounted in the table.")?;
-        let miscounts = IntCounter::new("kvatlas_index_miscounts_total", "Recounts that differed from the digest kept: faults of the index.")?;
+        let miscounts = IntCounter::new(
+            "kvatlas_index_miscounts_total",
+            "Recounts that differed from the digest kept: faults of the index.",
+        )?;
         let shed = IntCounter::new("kvatlas_index_shed_total", "Engines dropped for want of memory.")?;
         let scraped = Scraped {
-            engines: IntGaugeVec::new(Opts::new("kvatlas_index_engines", "Engines of the fleet list, by state."), &["state"])?,
-            counters: IntCounterVec::new(Opts::new("kvatlas_index_stream_events_total", "What was counted about the engines' streams."), &["event"])?,
-            resyncs: IntCounterVec::new(Opts::new("kvatlas_index_resyncs_total", "Snapshots begun, by reason."), &["reason"])?,
-            core: IntGaugeVec::new(Opts::new("kvatlas_index_core", "Sizes of the table and its sets: counts, and bytes where the name says so."), &["what"])?,
+            engines: IntGaugeVec::new(
+                Opts::new("kvatlas_index_engines", "Engines of the fleet list, by state."),
+                &["state"],
+            )?,
+            counters: IntCounterVec::new(
+                Opts::new("kvatlas_index_stream_events_total", "What was counted about the engines' streams."),
+                &["event"],
+            )?,
+            resyncs: IntCounterVec::new(
+                Opts::new("kvatlas_index_resyncs_total", "Snapshots begun, by reason."),
+                &["reason"],
+            )?,
+            core: IntGaugeVec::new(
+                Opts::new(
+                    "kvatlas_index_core",
+                    "Sizes of the table and its sets: counts, and bytes where the name says so.",
+                ),
+                &["what"],
+            )?,
             placements: IntGauge::new("kvatlas_index_placements", "Open placements.")?,
             coming: IntGauge::new("kvatlas_index_coming_blocks", "Blocks that are coming by open placements.")?,
             tallies: BTreeMap::new(),
@@ -190,7 +211,9 @@ impl Metrics {
         for seat in board.seats().iter() {
             let status = seat.status();
             engines.with_label_values(&[status.state_at(now_ms, &board.leases).name()]).inc();
-            let add = |event: &str, now: u64, before: u64| counters.with_label_values(&[event]).inc_by(now.saturating_sub(before));
+            let add = |event: &str, now: u64, before: u64| {
+                counters.with_label_values(&[event]).inc_by(now.saturating_sub(before))
+            };
             let now = status.tally;
             // Keyed by name too: a number in the table may have gone to another engine.
             let before = tallies.insert((status.slot, status.engine.name.clone()), now).unwrap_or_default();

@@ -63,7 +63,8 @@ pub fn start(setting: Setting) -> std::io::Result<Questions> {
     let (inbox, receiver) = inbox::open();
     let sockets = tokio::runtime::Handle::current();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
-    let fleet = Fleet::new(link::Setting { seed: setting.seed, leases: setting.board.leases, reader: setting.reader_id });
+    let fleet =
+        Fleet::new(link::Setting { seed: setting.seed, leases: setting.board.leases, reader: setting.reader_id });
     let scribe = Scribe {
         setting,
         fleet,
@@ -207,7 +208,8 @@ impl Scribe {
             Event::Members { engine, kind, answer } => {
                 let found = self.fleet.links().find(|(_, link)| link.engine().to_string() == engine);
                 let members = found.map(|(_, link)| {
-                    let mut fingerprints = link.live(kind).and_then(|holder| core.members(holder).ok()).unwrap_or_default();
+                    let mut fingerprints =
+                        link.live(kind).and_then(|holder| core.members(holder).ok()).unwrap_or_default();
                     fingerprints.truncate(MOST_MEMBERS);
                     Members { next: link.next(), fingerprints }
                 });
@@ -282,10 +284,22 @@ impl Scribe {
         for (stream, entry) in changes.opened {
             let (jobs, todo) = mpsc::channel(MOST_ASKS);
             let inbox = self.inbox.clone();
-            self.sockets.spawn(control::serve(stream, entry.name.clone(), entry.control, todo, inbox.clone(), self.setting.bundles.clone()));
-            let events = entry.events.map(|endpoint| self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, entry.source, inbox)));
+            self.sockets.spawn(control::serve(
+                stream,
+                entry.name.clone(),
+                entry.control,
+                todo,
+                inbox.clone(),
+                self.setting.bundles.clone(),
+            ));
+            let events = entry.events.map(|endpoint| {
+                self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, entry.source, inbox))
+            });
             if events.is_none() {
-                tracing::warn!(engine = entry.name, "the fleet entry has no events address: nothing will be known of its cache");
+                tracing::warn!(
+                    engine = entry.name,
+                    "the fleet entry has no events address: nothing will be known of its cache"
+                );
             }
             self.streams.insert(stream, Tasks { jobs, events, seat: None });
             self.touched.insert(stream);
@@ -328,7 +342,8 @@ impl Scribe {
         if self.changed.is_empty() && self.gone.is_empty() && self.lives.is_empty() {
             return;
         }
-        let seats = std::mem::take(&mut self.changed).into_iter().filter_map(|stream| self.streams.get(&stream)?.seat.as_ref());
+        let seats =
+            std::mem::take(&mut self.changed).into_iter().filter_map(|stream| self.streams.get(&stream)?.seat.as_ref());
         let engines = seats.map(|seat| seat.status()).collect();
         let (gone, lives) = (std::mem::take(&mut self.gone), std::mem::take(&mut self.lives));
         self.setting.hub.tell(Update { engines, gone, lives, ..Update::default() });
@@ -353,7 +368,10 @@ impl Scribe {
         if self.ticks.is_multiple_of(50) {
             lock(&self.setting.book).sweep(now_ms);
             if let Some(engine) = self.fleet.fit(&mut self.setting.core, self.setting.memory_bytes, now_ms) {
-                tracing::error!(engine, "over the byte budget: everything held of this engine is dropped; raise memory_bytes");
+                tracing::error!(
+                    engine,
+                    "over the byte budget: everything held of this engine is dropped; raise memory_bytes"
+                );
                 self.setting.metrics.shed();
             }
             let fleet = &self.fleet;
@@ -365,7 +383,9 @@ impl Scribe {
 
     fn want_bundles(&mut self) {
         for (stream, link) in self.fleet.links() {
-            let Some(digest) = link.heartbeat().map(|state| &state.bundle).filter(|digest| !digest.is_empty()) else { continue };
+            let Some(digest) = link.heartbeat().map(|state| &state.bundle).filter(|digest| !digest.is_empty()) else {
+                continue;
+            };
             if self.setting.bundles.claim(digest, stream) {
                 let asked = self.streams.get(&stream).map(|tasks| tasks.jobs.try_send(Job::Bundle(digest.clone())));
                 if !matches!(asked, Some(Ok(()))) {
@@ -403,9 +423,11 @@ impl Scribe {
     }
 
     fn audit_next(&mut self, after: Option<(Stream, SetKind)>) {
-        let all = || self.fleet.links().flat_map(|(stream, link)| {
-            SetKind::ALL.into_iter().filter_map(move |kind| Some((stream, kind, link.live(kind)?)))
-        });
+        let all = || {
+            self.fleet.links().flat_map(|(stream, link)| {
+                SetKind::ALL.into_iter().filter_map(move |kind| Some((stream, kind, link.live(kind)?)))
+            })
+        };
         let next = all().find(|(stream, kind, _)| after.is_some_and(|after| (*stream, *kind) > after));
         self.audit = next.or_else(|| all().next());
     }

@@ -82,8 +82,7 @@ impl Connection {
         } else {
             return Err(Broken::NotOurs("the address is neither tcp:// nor ipc://"));
         };
-        let mut connection =
-            Self { wire, buffer: BytesMut::new(), frames: Vec::new(), bytes: 0, limit, loopback };
+        let mut connection = Self { wire, buffer: BytesMut::new(), frames: Vec::new(), bytes: 0, limit, loopback };
         connection.greet(kind).await?;
         Ok(connection)
     }

@@ -10,7 +10,15 @@ use proto::id::{Epoch, SetKind};
 use std::sync::Arc;
 
 impl Link {
-    pub(super) fn take(&mut self, core: &mut Writer, seq: u64, batch: Batch, bytes: usize, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn take(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: Batch,
+        bytes: usize,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         if self.shed || now_ms < self.rest_until_ms {
             self.heard_ms = Some(now_ms);
             self.notice(&batch, seq, out);
@@ -61,7 +69,14 @@ impl Link {
     }
 
     /// Another process life: what was held is gone at once.
-    pub(super) fn restart(&mut self, core: &mut Writer, epoch: Epoch, seq: u64, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn restart(
+        &mut self,
+        core: &mut Writer,
+        epoch: Epoch,
+        seq: u64,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         let reason = match self.cursor.epoch() {
             Some(_) => ResyncReason::Restart,
             None => ResyncReason::First,
@@ -90,7 +105,9 @@ impl Link {
         for op in &batch.ops {
             match op {
                 Op::Life(life) => out.push(Effect::Life(life.clone())),
-                Op::State(state) if self.heartbeat_at.is_none_or(|at| at < (batch.epoch, seq) || at.0 != batch.epoch) => {
+                Op::State(state)
+                    if self.heartbeat_at.is_none_or(|at| at < (batch.epoch, seq) || at.0 != batch.epoch) =>
+                {
                     // Judged once a process life, and again if what is judged changes: finding out what differs is work.
                     let names = |state: &State| (state.check, state.block_size, state.models.clone());
                     let judged = self.heartbeat_at.is_some_and(|(epoch, _)| epoch == batch.epoch)
@@ -108,7 +125,15 @@ impl Link {
     }
 
     /// Keeps a message for its turn.
-    pub(super) fn hold(&mut self, core: &mut Writer, seq: u64, batch: Batch, bytes: usize, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn hold(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: Batch,
+        bytes: usize,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         let mut said = Vec::new();
         let known = seq < self.cursor.next();
         if !known {
@@ -127,7 +152,14 @@ impl Link {
     }
 
     /// Applies one message whose turn it is.
-    pub(super) fn apply(&mut self, core: &mut Writer, seq: u64, batch: Batch, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn apply(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: Batch,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         let mut differs = [false; 3];
         for op in &batch.ops {
             match op {

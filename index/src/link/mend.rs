@@ -11,7 +11,13 @@ use proto::id::SetKind;
 
 impl Link {
     /// Replaces one set from a snapshot, beside the live stream.
-    pub(super) fn mend(&mut self, core: &mut Writer, kind: SetKind, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn mend(
+        &mut self,
+        core: &mut Writer,
+        kind: SetKind,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         let mut kinds = [false; 3];
         if let Some(rebuild) = &self.rebuild {
             if rebuild.full || rebuild.kinds[kind.index()] {
@@ -24,7 +30,15 @@ impl Link {
     }
 
     /// Begins a snapshot, not before `at_ms`.
-    pub(super) fn begin(&mut self, core: &mut Writer, kinds: [bool; 3], full: bool, reason: ResyncReason, at_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn begin(
+        &mut self,
+        core: &mut Writer,
+        kinds: [bool; 3],
+        full: bool,
+        reason: ResyncReason,
+        at_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         self.tally.resyncs[reason as usize] += 1;
         if let Some(mut before) = self.rebuild.take() {
             before.abandon(core)?;
@@ -47,7 +61,9 @@ impl Link {
     }
 
     pub(super) fn ask_snapshot(&mut self, now_ms: u64, out: &mut Vec<Effect>) {
-        if let Some(rebuild) = self.rebuild.as_mut().filter(|rebuild| rebuild.asked.is_none() && now_ms >= rebuild.ask_at_ms) {
+        if let Some(rebuild) =
+            self.rebuild.as_mut().filter(|rebuild| rebuild.asked.is_none() && now_ms >= rebuild.ask_at_ms)
+        {
             self.asks += 1;
             rebuild.asked = Some((self.asks, now_ms));
             out.push(Effect::Ask { id: self.asks, request: Request::Snapshot { cut: None, piece: 0 } });
@@ -66,7 +82,14 @@ impl Link {
         out.push(Effect::Ask { id: self.asks, request: Request::Replay { from } });
     }
 
-    pub(super) fn answered(&mut self, core: &mut Writer, id: u64, reply: Reply, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    pub(super) fn answered(
+        &mut self,
+        core: &mut Writer,
+        id: u64,
+        reply: Reply,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         if self.replay.is_some_and(|replay| replay.id == id) {
             return self.replayed(core, reply, now_ms, out);
         }
@@ -105,7 +128,9 @@ impl Link {
     }
 
     fn start_over(&mut self, core: &mut Writer, now_ms: u64, out: &mut Vec<Effect>) -> Result<(), Refused> {
-        let Some((kinds, full)) = self.rebuild.as_ref().map(|rebuild| (rebuild.kinds, rebuild.full)) else { return Ok(()) };
+        let Some((kinds, full)) = self.rebuild.as_ref().map(|rebuild| (rebuild.kinds, rebuild.full)) else {
+            return Ok(());
+        };
         self.begin(core, kinds, full, ResyncReason::Again, now_ms + PAUSE_MS, out)
     }
 

@@ -65,7 +65,12 @@ impl Rebuild {
             None if piece.piece == 0 && (1..=MOST_PIECES).contains(&piece.pieces) => {
                 Cut { cut: piece.cut, next: piece.next, pieces: piece.pieces, expect: 0 }
             }
-            Some(cut) if (cut.cut, cut.next, cut.pieces, cut.expect) == (piece.cut, piece.next, piece.pieces, piece.piece) => cut,
+            Some(cut)
+                if (cut.cut, cut.next, cut.pieces, cut.expect)
+                    == (piece.cut, piece.next, piece.pieces, piece.piece) =>
+            {
+                cut
+            }
             _ => return Ok(Progress::Broken),
         };
         for chain in &piece.chains {

@@ -51,9 +51,12 @@ impl Stock {
             return Some("the engine has several cache groups and does not say of which kinds: nothing is credited");
         }
         if self.engine.lookahead() {
-            return Some("the engine looks ahead (EAGLE): its hits are shorter than its events say, nothing is credited");
+            return Some(
+                "the engine looks ahead (EAGLE): its hits are shorter than its events say, nothing is credited",
+            );
         }
-        (self.up && self.partial).then_some("events are missing: what was stored before is not credited until it is used again")
+        (self.up && self.partial)
+            .then_some("events are missing: what was stored before is not credited until it is used again")
     }
 
     pub(super) fn state(&self) -> ([bool; 3], EngineState) {
@@ -79,7 +82,15 @@ impl Link {
     }
 
     /// One batch of the engine's own events.
-    pub fn events(&mut self, core: &mut Writer, seq: u64, batch: EventBatch, bytes: usize, now_ms: u64, out: &mut Vec<Effect>) {
+    pub fn events(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: EventBatch,
+        bytes: usize,
+        now_ms: u64,
+        out: &mut Vec<Effect>,
+    ) {
         self.dirty = true;
         self.tally.messages += 1;
         self.tally.bytes += bytes as u64;
@@ -95,7 +106,13 @@ impl Link {
         self.settle(core, outcome, now_ms);
     }
 
-    fn take_events(&mut self, core: &mut Writer, seq: u64, batch: EventBatch, out: &mut Vec<Effect>) -> Result<(), Refused> {
+    fn take_events(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        batch: EventBatch,
+        out: &mut Vec<Effect>,
+    ) -> Result<(), Refused> {
         let Some(stock) = self.stock.as_mut() else { return Ok(()) };
         let mut anew = false;
         match stock.next {

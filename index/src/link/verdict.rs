@@ -20,7 +20,10 @@ pub fn mismatch(state: &State, seed: u64) -> Option<String> {
     }
     // Sizes in use are powers of two up to 1,024: 2,047 tokens are hashed in all.
     if let Some(size) = (0..=10).map(|power| 1u32 << power).find(|size| check(model, seed, *size)) {
-        return Some(format!("block size differs: the engine says {}, but hashes {size} tokens a block", state.block_size));
+        return Some(format!(
+            "block size differs: the engine says {}, but hashes {size} tokens a block",
+            state.block_size
+        ));
     }
     Some(format!(
         "seed or version differs: this index computes another fingerprint for the engine's model {model:?} and block \
@@ -31,7 +34,8 @@ pub fn mismatch(state: &State, seed: u64) -> Option<String> {
 
 /// What is to be said of the rule by which an engine's hits end.
 pub fn unknown_rule(state: &State) -> Option<&'static str> {
-    (state.rule == HitRule::Unknown).then_some("the agent does not know how hits end on this engine: nothing is credited")
+    (state.rule == HitRule::Unknown)
+        .then_some("the agent does not know how hits end on this engine: nothing is credited")
 }
 
 #[cfg(test)]

@@ -5,7 +5,9 @@ use super::wire;
 use crate::exchange::{Exchange, Part, Reply, Step};
 use crate::refusal::Refusal;
 use proto::wire::envoy::service::ext_proc::v3 as ext;
-use proto::wire::envoy::service::ext_proc::v3::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
+use proto::wire::envoy::service::ext_proc::v3::external_processor_server::{
+    ExternalProcessor, ExternalProcessorServer,
+};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -80,11 +82,12 @@ pub async fn serve_health(
     let (reporter, service) = tonic_health::server::health_reporter();
     reporter.set_serving::<ExternalProcessorServer<Service>>().await;
     tokio::spawn(async move {
-        let served = Server::builder()
-            .add_service(service)
-            .serve_with_incoming_shutdown(TcpIncoming::from(listener), async move {
+        let served = Server::builder().add_service(service).serve_with_incoming_shutdown(
+            TcpIncoming::from(listener),
+            async move {
                 let _ = stopping.wait_for(|now| *now == Stopping::Now).await;
-            });
+            },
+        );
         if let Err(error) = served.await {
             tracing::error!(%error, "gRPC health ended");
         }

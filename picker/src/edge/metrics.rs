@@ -3,7 +3,7 @@
 use crate::decisions::{Class, Decision, Joined};
 use prometheus::core::Collector;
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, GaugeVec, Opts,
+    Encoder, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder,
 };
 
@@ -49,7 +49,10 @@ impl Metrics {
     /// When two have one name: a fault of this file.
     pub fn new() -> prometheus::Result<Metrics> {
         let registry = Registry::new();
-        fn add<C: Collector + Clone + 'static>(registry: &Registry, made: prometheus::Result<C>) -> prometheus::Result<C> {
+        fn add<C: Collector + Clone + 'static>(
+            registry: &Registry,
+            made: prometheus::Result<C>,
+        ) -> prometheus::Result<C> {
             let made = made?;
             registry.register(Box::new(made.clone()))?;
             Ok(made)
@@ -62,14 +65,18 @@ impl Metrics {
             match_ratio: add(
                 r,
                 Histogram::with_opts(
-                    HistogramOpts::new("epp_cache_match_ratio", "Cached blocks of the prompt's blocks on the engine picked.")
-                        .buckets(tenths.clone()),
+                    HistogramOpts::new(
+                        "epp_cache_match_ratio",
+                        "Cached blocks of the prompt's blocks on the engine picked.",
+                    )
+                    .buckets(tenths.clone()),
                 ),
             )?,
             composite: add(
                 r,
                 Histogram::with_opts(
-                    HistogramOpts::new("epp_composite_score", "Weighted sum of the factors of the engine picked.").buckets(tenths),
+                    HistogramOpts::new("epp_composite_score", "Weighted sum of the factors of the engine picked.")
+                        .buckets(tenths),
                 ),
             )?,
             latency_us: add(
@@ -82,11 +89,17 @@ impl Metrics {
             )?,
             queue_depth: add(
                 r,
-                IntGaugeVec::new(Opts::new("epp_queue_depth", "Requests waiting or coming, at the last decision."), &["pod"]),
+                IntGaugeVec::new(
+                    Opts::new("epp_queue_depth", "Requests waiting or coming, at the last decision."),
+                    &["pod"],
+                ),
             )?,
             health_score: add(
                 r,
-                GaugeVec::new(Opts::new("epp_pod_health_score", "1 healthy, below 0.3 out, 0 failed or draining."), &["pod"]),
+                GaugeVec::new(
+                    Opts::new("epp_pod_health_score", "1 healthy, below 0.3 out, 0 failed or draining."),
+                    &["pod"],
+                ),
             )?,
             candidates: add(r, IntGauge::new("epp_candidate_pods", "Engines ranked at the last decision."))?,
             tree_nodes: add(
@@ -95,11 +108,18 @@ impl Metrics {
             )?,
             stale: add(
                 r,
-                IntCounter::new("epp_stale_cache_routing_total", "Requests to which less was delivered than predicted."),
+                IntCounter::new(
+                    "epp_stale_cache_routing_total",
+                    "Requests to which less was delivered than predicted.",
+                ),
             )?,
             adapter_loads: add(
                 r,
-                counter("epp_adapter_loads_triggered_total", "Requests sent where their adapter was not loaded.", "adapter"),
+                counter(
+                    "epp_adapter_loads_triggered_total",
+                    "Requests sent where their adapter was not loaded.",
+                    "adapter",
+                ),
             )?,
             stages: add(
                 r,
@@ -125,15 +145,25 @@ impl Metrics {
                 r,
                 counter("kvatlas_picker_degradations_total", "Decisions without full cache knowledge.", "reason"),
             )?,
-            refusals: add(r, counter("kvatlas_picker_refusals_total", "Requests answered by the picker itself.", "reason"))?,
+            refusals: add(
+                r,
+                counter("kvatlas_picker_refusals_total", "Requests answered by the picker itself.", "reason"),
+            )?,
             scorer_faults: add(
                 r,
-                counter("kvatlas_picker_scorer_faults_total", "Values of scorers that were NaN or outside [0,1].", "scorer"),
+                counter(
+                    "kvatlas_picker_scorer_faults_total",
+                    "Values of scorers that were NaN or outside [0,1].",
+                    "scorer",
+                ),
             )?,
             streams: add(r, IntGauge::new("kvatlas_picker_streams", "ext_proc streams open."))?,
             in_flight: add(r, IntGauge::new("kvatlas_picker_in_flight", "Placements that have not ended."))?,
             buffered_bytes: add(r, IntGauge::new("kvatlas_picker_buffered_bytes", "Bytes of request bodies held."))?,
-            untold: add(r, IntGauge::new("kvatlas_picker_untold_placements", "Placements that an index could not be told of."))?,
+            untold: add(
+                r,
+                IntGauge::new("kvatlas_picker_untold_placements", "Placements that an index could not be told of."),
+            )?,
             index_followed: add(r, IntGauge::new("kvatlas_picker_index_followed", "1 while an index is followed."))?,
             bundles: add(r, IntGauge::new("kvatlas_picker_bundles", "Models whose tokenizer is loaded."))?,
             seen: std::sync::Mutex::default(),

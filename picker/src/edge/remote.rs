@@ -227,7 +227,9 @@ impl Remote {
             Ok((digest, bytes))
         };
         // 128 MiB within a minute is 2 MiB a second.
-        tokio::time::timeout(Duration::from_secs(60), fetch).await.unwrap_or_else(|_| Err("it took over a minute".into()))
+        tokio::time::timeout(Duration::from_secs(60), fetch)
+            .await
+            .unwrap_or_else(|_| Err("it took over a minute".into()))
     }
 }
 

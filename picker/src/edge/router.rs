@@ -311,7 +311,8 @@ impl Router {
         if let (Some(chosen), true) = (chosen, place) {
             let block_size = chosen.engine.known.as_ref().map_or(0, |known| known.block_size);
             let chain = prepared.chains.iter().find(|chain| chain.block_size == block_size);
-            let fingerprints = chain.map(|c| c.fingerprints.iter().copied().take(super::lookup::MAX_RESERVED).collect());
+            let fingerprints =
+                chain.map(|c| c.fingerprints.iter().copied().take(super::lookup::MAX_RESERVED).collect());
             self.index.reserve(Placement {
                 engine: chosen.engine.id.to_string(),
                 request_id: request_id.clone(),

@@ -9,8 +9,8 @@ use prost_types::{Struct, Value};
 use proto::wire::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use proto::wire::envoy::config::core::v3::{HeaderMap, HeaderValue, HeaderValueOption, Metadata};
 use proto::wire::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
-use proto::wire::envoy::r#type::v3::HttpStatus;
 use proto::wire::envoy::service::ext_proc::v3 as ext;
+use proto::wire::envoy::r#type::v3::HttpStatus;
 use std::collections::{BTreeMap, HashMap};
 
 /// The metadata namespace in which a choice is told.
@@ -168,19 +168,25 @@ mod tests {
 
     #[test]
     fn subset_hints_are_lists_or_strings_and_absent_ones_are_none() {
-        let list = Value { kind: Some(Kind::ListValue(prost_types::ListValue { values: vec![text("10.0.0.1:1, 10.0.0.2:1")] })) };
+        let list = Value {
+            kind: Some(Kind::ListValue(prost_types::ListValue { values: vec![text("10.0.0.1:1, 10.0.0.2:1")] })),
+        };
         let both = Subset::new(["10.0.0.1:1", "10.0.0.2:1"]);
         assert_eq!(hint(list), Some(both.clone()));
         assert_eq!(hint(text(" 10.0.0.1:1,10.0.0.2:1 ")), Some(both));
         assert_eq!(hint(Value { kind: Some(Kind::NumberValue(1.0)) }), Some(Subset::default()));
-        assert_eq!(hint(Value { kind: Some(Kind::ListValue(prost_types::ListValue::default())) }), Some(Subset::default()));
+        assert_eq!(
+            hint(Value { kind: Some(Kind::ListValue(prost_types::ListValue::default())) }),
+            Some(Subset::default())
+        );
         assert_eq!(subset(&metadata(SUBSET_NAMESPACE, "other", text("10.0.0.1:1"))), None);
         assert_eq!(subset(&metadata("envoy.lb", SUBSET, text("10.0.0.1:1"))), None);
     }
 
     #[test]
     fn header_and_metadata_are_equal_and_on_one_message() {
-        let choice = Choice { destination: "1.1.1.1:1".into(), set: vec![(DESTINATION, "1.1.1.1:1".into())], remove: vec![] };
+        let choice =
+            Choice { destination: "1.1.1.1:1".into(), set: vec![(DESTINATION, "1.1.1.1:1".into())], remove: vec![] };
         for reply in [Reply::RequestHeaders(Some(choice.clone())), Reply::RequestBody(Some(choice))] {
             assert_eq!(response(reply).dynamic_metadata, Some(destination("1.1.1.1:1")));
         }

@@ -76,10 +76,7 @@ pub fn post(path: &str, id: &str) -> ext::ProcessingRequest {
 /// A piece of the request's body.
 pub fn body(bytes: &[u8], end_of_stream: bool) -> ext::ProcessingRequest {
     let body = ext::HttpBody { body: bytes.to_vec(), end_of_stream, ..Default::default() };
-    ext::ProcessingRequest {
-        request: Some(ext::processing_request::Request::RequestBody(body)),
-        ..Default::default()
-    }
+    ext::ProcessingRequest { request: Some(ext::processing_request::Request::RequestBody(body)), ..Default::default() }
 }
 
 /// The request's trailers.

@@ -92,7 +92,10 @@ impl FakeIndex {
             runtime.block_on(async move {
                 let at = address.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)));
                 let listener = TcpListener::bind(at).await;
-                let told = listener.as_ref().map_err(|e| e.to_string()).and_then(|l| l.local_addr().map_err(|e| e.to_string()));
+                let told = listener
+                    .as_ref()
+                    .map_err(|e| e.to_string())
+                    .and_then(|l| l.local_addr().map_err(|e| e.to_string()));
                 // The starter is gone: so is the need.
                 let _ = bound.send(told);
                 let Ok(listener) = listener else { return };

@@ -82,7 +82,12 @@ fn answer(shared: &Shared, asked: Asked) -> Result<Json<Value>, Fault> {
     let serving: Vec<&Arc<Status>> = statuses.iter().filter(|status| status.models().contains(&asked.model)).collect();
     if serving.is_empty() {
         let name: String = asked.model.chars().take(128).collect();
-        return Err(Fault::new(StatusCode::NOT_FOUND, "no_model", format!("no engine serves {name:?}"), "see the models in /v1/engines"));
+        return Err(Fault::new(
+            StatusCode::NOT_FOUND,
+            "no_model",
+            format!("no engine serves {name:?}"),
+            "see the models in /v1/engines",
+        ));
     }
     // One chain for each base model (any served name may lead to it) and block size.
     let mut groups: BTreeMap<(u32, &str), Vec<String>> = BTreeMap::new();
@@ -119,7 +124,9 @@ fn answer(shared: &Shared, asked: Asked) -> Result<Json<Value>, Fault> {
 
 /// The prompt's fingerprints in one namespace and block size, and its tokens.
 fn chain(shared: &Shared, asked: &Asked, model: &str, block_size: u32) -> Result<(Vec<u64>, u32), Fault> {
-    let too_long = |n: usize| refused("too_long", format!("{n} blocks; at most {MAX_FINGERPRINTS} are taken"), "send a shorter prompt");
+    let too_long = |n: usize| {
+        refused("too_long", format!("{n} blocks; at most {MAX_FINGERPRINTS} are taken"), "send a shorter prompt")
+    };
     match (&asked.token_ids, &asked.fingerprints) {
         (Some(tokens), None) => {
             let blocks = tokens.len() / (block_size as usize).max(1);
@@ -141,19 +148,28 @@ fn chain(shared: &Shared, asked: &Asked, model: &str, block_size: u32) -> Result
                 })
                 .collect();
             let Some(fingerprints) = numbers else {
-                return Err(refused("bad_fingerprint", "a fingerprint is no 64-bit number above 0", "decimal numbers, or text, decimal or 0x"));
+                return Err(refused(
+                    "bad_fingerprint",
+                    "a fingerprint is no 64-bit number above 0",
+                    "decimal numbers, or text, decimal or 0x",
+                ));
             };
             let tokens = (fingerprints.len() as u32).saturating_mul(block_size).saturating_add(1);
             Ok((fingerprints, asked.prompt_tokens.unwrap_or(tokens)))
         }
-        _ => Err(refused("bad_body", "one of token_ids and fingerprints is wanted, and only one", "see POST /v1/match in the README")),
+        _ => Err(refused(
+            "bad_body",
+            "one of token_ids and fingerprints is wanted, and only one",
+            "see POST /v1/match in the README",
+        )),
     }
 }
 
 /// Who has this block, credited or not?
 pub async fn block(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> Response {
     let Some(number) = fingerprint(&text) else {
-        return refused("bad_fingerprint", "that is no fingerprint", "a 64-bit number above 0, decimal or 0x").into_response();
+        return refused("bad_fingerprint", "that is no fingerprint", "a 64-bit number above 0, decimal or 0x")
+            .into_response();
     };
     let holders: Vec<Value> = shared
         .lookup

@@ -37,7 +37,12 @@ pub async fn engine(State(shared): State<Arc<Shared>>, Path(engine): Path<String
 
 fn no_engine(engine: &str) -> Fault {
     let name: String = engine.chars().take(64).collect();
-    Fault::new(StatusCode::NOT_FOUND, "no_engine", format!("there is no engine {name:?}"), "engines are written name.rank; see /v1/engines")
+    Fault::new(
+        StatusCode::NOT_FOUND,
+        "no_engine",
+        format!("there is no engine {name:?}"),
+        "engines are written name.rank; see /v1/engines",
+    )
 }
 
 fn source(status: &Status) -> &'static str {
@@ -121,13 +126,23 @@ pub struct Which {
 
 /// All fingerprints of one live set as decimal strings (JSON numbers are doubles to many readers), and the seq that
 /// they belong to. At most four million.
-pub async fn blocks(State(shared): State<Arc<Shared>>, Path(engine): Path<String>, Query(which): Query<Which>) -> Response {
+pub async fn blocks(
+    State(shared): State<Arc<Shared>>,
+    Path(engine): Path<String>,
+    Query(which): Query<Which>,
+) -> Response {
     let kind = match which.kind.as_deref() {
         None | Some("gpu") => SetKind::Gpu,
         Some("any") => SetKind::Any,
         Some("ends") => SetKind::Ends,
         Some(_) => {
-            return Fault::new(StatusCode::BAD_REQUEST, "bad_kind", "there is no such kind of set", "kind is gpu, any or ends").into_response();
+            return Fault::new(
+                StatusCode::BAD_REQUEST,
+                "bad_kind",
+                "there is no such kind of set",
+                "kind is gpu, any or ends",
+            )
+            .into_response();
         }
     };
     let status = shared.lookup.board.seats().iter().map(|seat| seat.status()).find(|status| names(status, &engine));
