@@ -10,7 +10,8 @@ impl Seeded {
         Self(seed)
     }
 
-    /// The next number.
+    /// The next number. Not an iterator: it never ends, and tests want a number, not an option.
+    #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;

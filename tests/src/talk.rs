@@ -3,6 +3,8 @@
 //! The words mean nothing; lengths, and which prompts begin alike, are what matters. Everything follows from numbers,
 //! so two runs say the same.
 
+use crate::seeded::Seeded;
+
 /// Words of one to three tokens each in the demo's vocabulary.
 const WORDS: [&str; 40] = [
     "the", "order", "of", "a", "customer", "is", "shipped", "when", "payment", "has", "arrived", "and", "every",
@@ -11,30 +13,13 @@ const WORDS: [&str; 40] = [
     "spade", "clay",
 ];
 
-/// A small generator (Knuth's MMIX constants): quality is of no matter here.
-#[derive(Debug, Clone)]
-pub struct Dice(u64);
-
-impl Dice {
-    /// Equal seeds give equal rolls.
-    pub fn new(seed: u64) -> Dice {
-        Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// A number below `below`, which must not be 0.
-    pub fn roll(&mut self, below: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % below
-    }
-}
-
 /// `count` words that begin with what only this `seed` has.
 pub fn words(seed: u64, count: usize) -> String {
-    let mut dice = Dice::new(seed);
+    let mut dice = Seeded::new(seed);
     let mut text = format!("Text {seed}:");
     for _ in 0..count {
         text.push(' ');
-        text.push_str(WORDS[dice.roll(WORDS.len())]);
+        text.push_str(WORDS[dice.below(WORDS.len())]);
     }
     text.push('.');
     text
