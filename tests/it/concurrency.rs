@@ -141,7 +141,7 @@ impl Work<'_> {
             self.writer.sweep(400);
             if step % 2000 == 0 {
                 // Segments split, the directory doubles; and all of it back.
-                let many: Vec<u64> = (0..20_000).map(|_| self.rng.next() | 1).collect();
+                let many: Vec<u64> = (0..20_000).map(|_| self.rng.word() | 1).collect();
                 self.writer.store(noise, &many).expect("hidden");
                 self.writer.remove(noise, &many).expect("hidden");
             }
@@ -208,7 +208,7 @@ fn judge(looks: &[Look], lives: &[Life], prompts: &[Vec<u64>]) -> Result<u64, St
 fn the_promise_holds_beside_a_writer() {
     for seed in [11, 12] {
         let mut rng = Seeded::new(seed);
-        let prompts: Vec<Vec<u64>> = (0..PROMPTS).map(|_| (0..BLOCKS).map(|_| rng.next() | 1).collect()).collect();
+        let prompts: Vec<Vec<u64>> = (0..PROMPTS).map(|_| (0..BLOCKS).map(|_| rng.word() | 1).collect()).collect();
         let (writer, reader) = open(Limits { engines: 64, holders: 48, spread: seed });
         let (clock, stop) = (AtomicU64::new(1), AtomicBool::new(false));
         let mut work = Work { writer, clock: &clock, prompts: &prompts, lives: vec![], rng };

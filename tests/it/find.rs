@@ -27,7 +27,7 @@ impl Forest {
                 (at, _) => Some(at - 1),
             };
             // Small numbers too: nothing may rest on fingerprints being spread.
-            let fingerprint = if rng.below(8) == 0 { at as u64 + 1 } else { rng.next() | 1 << 63 };
+            let fingerprint = if rng.below(8) == 0 { at as u64 + 1 } else { rng.word() | 1 << 63 };
             forest.nodes.push((fingerprint, parent));
             forest.children.push(vec![]);
             parent.into_iter().for_each(|parent| forest.children[parent].push(at));
@@ -75,7 +75,7 @@ impl World {
     fn new(seed: u64, engines: u32, nodes: usize) -> World {
         let mut rng = Seeded::new(seed);
         let forest = Forest::grow(&mut rng, nodes, nodes / 10);
-        let (writer, reader) = open(Limits { engines, holders: engines * 5 + 8, spread: rng.next() });
+        let (writer, reader) = open(Limits { engines, holders: engines * 5 + 8, spread: rng.word() });
         World { seed, rng, forest, writer, reader, model: Model { holders: BTreeMap::new(), next: 0 }, engines }
     }
 
@@ -185,7 +185,7 @@ impl World {
             let mut prompt = self.forest.path(self.rng.below(self.forest.nodes.len()));
             match self.rng.below(4) {
                 // Blocks that nobody has; part of a prompt; nothing of it.
-                0 => (0..self.rng.below(40)).for_each(|_| prompt.push(self.rng.next() | 1)),
+                0 => (0..self.rng.below(40)).for_each(|_| prompt.push(self.rng.word() | 1)),
                 1 => prompt.truncate(self.rng.below(prompt.len()) + 1),
                 2 if self.rng.below(10) == 0 => prompt.clear(),
                 _ => {}
@@ -313,7 +313,7 @@ fn nothing_grows_under_churn() {
         let (holder, held) = &mut engines[at];
         // A prompt of its own, or one of forty that all may have, which makes many sets.
         let shared = rng.below(3) == 0;
-        let root = if shared { rng.below(40) as u64 } else { rng.next() };
+        let root = if shared { rng.below(40) as u64 } else { rng.word() };
         let chain: Vec<u64> = (0..32).map(|at| Seeded::new(root.wrapping_mul(0x1234_5677) + at).next() | 1).collect();
         changes += writer.store(*holder, &chain).expect("live").changed;
         held.extend(&chain);

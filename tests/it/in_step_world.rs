@@ -123,7 +123,7 @@ impl World {
     /// One engine's process ends and another one starts under its name.
     pub fn restart(&mut self, engine: usize) {
         self.starts += 1;
-        let epoch = Epoch { start_ms: self.starts, random: self.dice.next() };
+        let epoch = Epoch { start_ms: self.starts, random: self.dice.word() };
         self.senders[engine].restart(epoch);
         // Of half of them nobody hears seq 0, so that a snapshot is needed.
         if self.dice.percent(50) {

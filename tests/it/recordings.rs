@@ -236,9 +236,9 @@ fn spoiled_payloads_do_no_harm() {
                     let at = dice.below(payload.len());
                     match dice.below(4) {
                         0 => payload.truncate(at),
-                        1 => payload.insert(at, dice.next() as u8),
+                        1 => payload.insert(at, dice.word() as u8),
                         2 => drop(payload.splice(at..at, payload[at..].to_vec()).count()),
-                        _ => payload[at] = dice.next() as u8,
+                        _ => payload[at] = dice.word() as u8,
                     }
                     if payload.is_empty() {
                         break;

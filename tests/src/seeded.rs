@@ -10,9 +10,9 @@ impl Seeded {
         Self(seed)
     }
 
-    /// The next number. Not an iterator: it never ends, and tests want a number, not an option.
+    /// The next 64 bits. Not an iterator: it never ends, and tests want a number, not an option.
     #[allow(clippy::should_implement_trait)]
-    pub fn next(&mut self) -> u64 {
+    pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -22,12 +22,12 @@ impl Seeded {
 
     /// Below `bound`, 0 when that is 0.
     pub fn below(&mut self, bound: usize) -> usize {
-        if bound == 0 { 0 } else { (self.next() % bound as u64) as usize }
+        if bound == 0 { 0 } else { (self.word() % bound as u64) as usize }
     }
 
     /// True in `share` of 100 cases.
     pub fn percent(&mut self, share: u64) -> bool {
-        self.next() % 100 < share
+        self.word() % 100 < share
     }
 
     /// One of a slice, which must not be empty.

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 /// Log-uniform from `low` to `high`.
 fn log(rng: &mut Seeded, low: f64, high: f64) -> usize {
-    let unit = (rng.next() >> 11) as f64 / (1u64 << 53) as f64;
+    let unit = (rng.word() >> 11) as f64 / (1u64 << 53) as f64;
     (low.ln() + unit * (high.ln() - low.ln())).exp() as usize
 }
 
