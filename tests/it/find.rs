@@ -314,7 +314,7 @@ fn nothing_grows_under_churn() {
         // A prompt of its own, or one of forty that all may have, which makes many sets.
         let shared = rng.below(3) == 0;
         let root = if shared { rng.below(40) as u64 } else { rng.word() };
-        let chain: Vec<u64> = (0..32).map(|at| Seeded::new(root.wrapping_mul(0x1234_5677) + at).next() | 1).collect();
+        let chain: Vec<u64> = (0..32).map(|at| Seeded::new(root.wrapping_mul(0x1234_5677) + at).word() | 1).collect();
         changes += writer.store(*holder, &chain).expect("live").changed;
         held.extend(&chain);
         if held.len() > 1600 {

@@ -20,7 +20,7 @@ fn log(rng: &mut Seeded, low: f64, high: f64) -> usize {
 
 /// Blocks of a thing, by number: the same for everybody.
 fn blocks(thing: u64, range: std::ops::Range<usize>) -> Vec<u64> {
-    range.map(|at| Seeded::new(thing.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ at as u64).next() | 1).collect()
+    range.map(|at| Seeded::new(thing.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ at as u64).word() | 1).collect()
 }
 
 /// One change of one engine's set.
@@ -221,7 +221,7 @@ fn floors(prompts: &[Vec<u64>], engines: usize) {
         "floor: 14 dependent probes of 64 MiB",
         time(2000, |_| {
             for _ in 0..14 {
-                at = Seeded::new(table[(at >> 44) as usize][0].wrapping_add(at)).next();
+                at = Seeded::new(table[(at >> 44) as usize][0].wrapping_add(at)).word();
             }
             black_box(at);
         }),
@@ -231,7 +231,7 @@ fn floors(prompts: &[Vec<u64>], engines: usize) {
 fn main() {
     let mut args = std::env::args().skip(1).map(|arg| arg.parse::<usize>().expect("a number: [ENGINES] [BLOCKS]"));
     let (engines, capacity) = (args.next().unwrap_or(64), args.next().unwrap_or(50_000));
-    let (mut writer, mut reader) = open(Limits { spread: Seeded::new(99).next(), ..Limits::default() });
+    let (mut writer, mut reader) = open(Limits { spread: Seeded::new(99).word(), ..Limits::default() });
     let holders: Vec<Holder> = (0..engines as u32)
         .map(|engine| {
             let holder = writer.open(engine, SetKind::Gpu).expect("within the default limits");
