@@ -190,7 +190,7 @@ impl World {
                 if self.now_ms % 100 == engine as u64 * 7 {
                     self.tell(engine, true);
                 }
-                if self.now_ms % 20 == 0 {
+                if self.now_ms.is_multiple_of(20) {
                     let mut out = Vec::new();
                     self.streams[engine].tick(&mut self.core, self.now_ms, &mut out);
                     self.carry_out(engine, out);
