@@ -349,12 +349,12 @@ fn read(root: &Path, folder: &str, out: &mut Vec<File>) -> std::io::Result<()> {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let path = if folder.is_empty() { name.clone() } else { format!("{folder}/{name}") };
+        let left_behind = ["target", ".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".ruff_cache"];
+        if left_behind.contains(&name.as_str()) {
+            continue; // `.git` is a file where git made another work tree
+        }
         if entry.file_type()?.is_dir() {
-            let left_behind =
-                ["target", ".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".ruff_cache"];
-            if !left_behind.contains(&name.as_str()) {
-                read(root, &path, out)?;
-            }
+            read(root, &path, out)?;
         } else {
             // What is not text has no lines to judge, but has a place.
             let text = String::from_utf8(std::fs::read(entry.path())?).unwrap_or_default();
