@@ -64,7 +64,6 @@ pub async fn match_(State(shared): State<Arc<Shared>>, body: Result<Bytes, Bytes
     };
     let asked: Asked = match serde_json::from_slice(&body) {
         Ok(asked) => asked,
-        Err(error) if error.is_data() => return refused(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
         Err(error) => return refused(StatusCode::BAD_REQUEST, error.to_string()),
     };
     answer(&shared, asked).map_or_else(IntoResponse::into_response, IntoResponse::into_response)
