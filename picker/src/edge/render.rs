@@ -6,7 +6,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
-type Job = Box<dyn FnOnce() + Send>;
+type Job = Box<dyn FnOnce() -> Tell + Send>;
+/// Tells the caller what came of a job. Called when the job's bytes are given back, so that a caller that asks again at
+/// once is not refused for its own sake.
+type Tell = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct State {
@@ -75,8 +78,16 @@ impl RenderPool {
                 return Err(NotDone::Busy);
             }
             state.bytes += bytes;
-            // The caller may have given up waiting: nobody is told then.
-            state.jobs.push_back((bytes, Box::new(move || drop(answer.send(job())))));
+            let job = move || -> Tell {
+                // The renderer is shared but never changed by a job, so a panic leaves nothing half done.
+                let outcome = catch_unwind(AssertUnwindSafe(job));
+                Box::new(move || match outcome {
+                    // The caller may have given up waiting: nobody is told then.
+                    Ok(done) => drop(answer.send(done)),
+                    Err(_) => tracing::error!("a job that reads a request panicked; the request is routed by load"),
+                })
+            };
+            state.jobs.push_back((bytes, Box::new(job)));
         }
         self.shared.work.notify_one();
         answered.await.map_err(|_| NotDone::Fault)
@@ -144,11 +155,9 @@ fn work(shared: &Shared, number: usize) {
         };
         match next {
             Next::Job(bytes, job) => {
-                // The renderer is shared but never changed by a job, so a panic leaves nothing half done.
-                if catch_unwind(AssertUnwindSafe(job)).is_err() {
-                    tracing::error!("a job that reads a request panicked; the request is routed by load");
-                }
+                let tell = job();
                 lock(&shared.state).bytes -= bytes;
+                tell();
             }
             Next::Warm(renderer) => {
                 if catch_unwind(AssertUnwindSafe(|| renderer.warm())).is_err() {
@@ -183,9 +192,7 @@ mod tests {
         assert_eq!((slow, second), (Ok(true), (Err(NotDone::Busy), Ok(4))));
         assert_eq!(pool.run(1, || -> i32 { panic!("on purpose") }).await, Err(NotDone::Fault));
         assert_eq!(pool.run(1, || 5).await, Ok(5));
-        while pool.bytes() > 0 {
-            tokio::task::yield_now().await;
-        }
+        assert_eq!(pool.bytes(), 0, "bytes are given back before the answer is told");
         Ok(())
     }
 }
