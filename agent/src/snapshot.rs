@@ -134,7 +134,7 @@ mod tests {
             assert!(piece.chains.iter().map(|c| c.fingerprints.0.len()).sum::<usize>() <= SNAPSHOT_PIECE);
             for chain in piece.chains {
                 match chain.parent {
-                    proto::event::Parent::Root { .. } => {}
+                    proto::event::Parent::Root { .. } | proto::event::Parent::Loose => {}
                     proto::event::Parent::Block(parent) => assert!(known.contains(&parent)),
                 }
                 known.extend(chain.fingerprints.0);

@@ -64,7 +64,7 @@ pub fn state(
         models: identity.models.clone(),
         block_size: facts.block_size,
         check: identity.check,
-        rule: facts.rule,
+        rule: facts.rule.clone(),
         groups: facts.groups.clone(),
         digests: vec![KindDigest { kind: SetKind::Gpu, digest: follower.residency().digest() }],
         running: counts.running,

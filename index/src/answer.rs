@@ -14,6 +14,8 @@ pub const MAX_FINGERPRINTS: usize = 1 << 17;
 pub struct Query<'a> {
     /// Tokens a block; engines of another block size answer with nothing cached.
     pub block_size: u32,
+    /// Tokens beyond its block that each fingerprint covers; engines with another look-ahead answer with nothing cached.
+    pub ahead: u32,
     /// Tokens of the whole prompt, for the last-block rule.
     pub prompt_tokens: u32,
     /// Fingerprints of the full blocks, in order.
@@ -214,7 +216,7 @@ pub struct Status {
     /// When the sets were last known to be up to the newest message.
     pub whole_ms: Option<u64>,
     /// By kind: may this set be credited, as far as the stream tells?
-    pub credit: [bool; 3],
+    pub credit: [bool; SetKind::COUNT],
     /// Proved equal at the last comparison; `None` where nothing can prove it.
     pub in_step: Option<bool>,
     /// The last heartbeat.
@@ -222,7 +224,7 @@ pub struct Status {
     /// Tokens a block, 0 while unknown.
     pub block_size: u32,
     /// Members, by kind.
-    pub blocks: [u64; 3],
+    pub blocks: [u64; SetKind::COUNT],
     /// The base model, where the fleet entry says it.
     pub model: Option<String>,
     /// The newest epoch that was ignored in favour of the one followed.
@@ -293,8 +295,8 @@ impl Status {
     }
 
     /// How hits end on this engine.
-    pub fn rule(&self) -> HitRule {
-        self.heartbeat.as_ref().map_or(HitRule::Closed, |state| state.rule)
+    pub fn rule(&self) -> &HitRule {
+        self.heartbeat.as_ref().map_or(&HitRule::Closed, |state| &state.rule)
     }
 
     /// Hex digest of its bundle, "" when it has none.

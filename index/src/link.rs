@@ -83,16 +83,16 @@ pub struct Link {
     cursor: Cursor,
     /// When the epoch was taken up.
     since_ms: u64,
-    live: [Option<Holder>; 3],
+    live: [Option<Holder>; SetKind::COUNT],
     /// Operations of a kind in messages before this seq are in its set already.
-    from: [u64; 3],
+    from: [u64; SetKind::COUNT],
     backlog: Backlog,
     /// What was applied since a rebuild beside the live stream was asked for.
     tail: Backlog,
     replay: Option<Replay>,
     rebuild: Option<Rebuild>,
     /// Kinds whose digest differed.
-    withheld: [bool; 3],
+    withheld: [bool; SetKind::COUNT],
     proven: Option<bool>,
     heartbeat: Option<Arc<State>>,
     /// Seq and epoch of that heartbeat.
@@ -129,13 +129,13 @@ impl Link {
             rank: 0,
             cursor: Cursor::default(),
             since_ms: 0,
-            live: [None; 3],
-            from: [0; 3],
+            live: [None; SetKind::COUNT],
+            from: [0; SetKind::COUNT],
             backlog: Backlog::default(),
             tail: Backlog::default(),
             replay: None,
             rebuild: None,
-            withheld: [false; 3],
+            withheld: [false; SetKind::COUNT],
             proven: None,
             heartbeat: None,
             heartbeat_at: None,
@@ -240,7 +240,7 @@ impl Link {
             let outcome = rebuild.abandon(core);
             self.settle(core, outcome, now_ms);
         } else if self.replay.is_some_and(|replay| replay.id == id) {
-            let outcome = self.begin(core, [true; 3], true, ResyncReason::Gap, now_ms, out);
+            let outcome = self.begin(core, [true; SetKind::COUNT], true, ResyncReason::Gap, now_ms, out);
             self.settle(core, outcome, now_ms);
         }
     }
@@ -335,7 +335,7 @@ impl Link {
         self.backlog.clear();
         self.tail.clear();
         self.replay = None;
-        self.withheld = [false; 3];
+        self.withheld = [false; SetKind::COUNT];
         self.proven = None;
         self.whole_ms = None;
         if let Some(mut rebuild) = self.rebuild.take() {
@@ -401,20 +401,25 @@ impl Link {
         }
     }
 
-    fn state(&self) -> ([bool; 3], EngineState) {
+    fn state(&self) -> ([bool; SetKind::COUNT], EngineState) {
         if let Some(stock) = self.stock.as_ref().filter(|_| !self.shed) {
             return stock.state();
         }
         let known = self.heartbeat_at.is_some_and(|(epoch, _)| Some(epoch) == self.cursor.epoch());
         let rule = self.heartbeat.as_deref().is_none_or(|state| verdict::unknown_rule(state).is_none());
         let trusted = known && rule && self.mismatch.is_none() && !self.shed;
-        let credit = [0, 1, 2].map(|at| trusted && !self.withheld[at]);
+        let credit = self.withheld.map(|withheld| trusted && !withheld);
         let full = self.rebuild.as_ref().is_some_and(|rebuild| rebuild.full);
         let state = if self.shed {
             EngineState::Shed
         } else if self.mismatch.is_some() {
             EngineState::Mismatched
-        } else if known && self.proven == Some(true) && self.replay.is_none() && !full && self.withheld == [false; 3] {
+        } else if known
+            && self.proven == Some(true)
+            && self.replay.is_none()
+            && !full
+            && self.withheld == [false; SetKind::COUNT]
+        {
             EngineState::InStep
         } else {
             EngineState::Syncing

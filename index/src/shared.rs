@@ -131,10 +131,9 @@ struct Map {
     live: Box<[u64]>,
     /// By holder number; meaningless where not live.
     held: Box<[Held]>,
-    /// By engine slot: the number of the live *ends* holder, + 1; 0 for none.
-    ends: Box<[u32]>,
-    /// Highest live engine slot, + 1.
-    engines: usize,
+    /// By engine slot and kind: the number of the live holder, + 1; 0 for none. As long as the highest live engine
+    /// slot asks for.
+    of: Box<[[u32; SetKind::COUNT]]>,
 }
 
 /// What writer and readers share.
@@ -194,20 +193,19 @@ impl Map {
             closed: words.clone().into(),
             live: words.into(),
             held: holders[..count].iter().map(|entry| entry.held).collect(),
-            ends: vec![0; engines].into(),
-            engines,
+            of: vec![[0; SetKind::COUNT]; engines].into(),
         };
         for (number, entry) in live() {
             bit(&mut map.live, number);
-            match entry.held.kind {
-                SetKind::Gpu | SetKind::Any => bit(&mut map.closed, number),
-                SetKind::Ends => map.ends[entry.held.engine as usize] = number as u32 + 1,
+            if entry.held.kind.closed() {
+                bit(&mut map.closed, number);
             }
+            map.of[entry.held.engine as usize][entry.held.kind.index()] = number as u32 + 1;
         }
         map
     }
 
     fn bytes(&self) -> usize {
-        size_of_val::<[Held]>(&self.held) + (self.closed.len() + self.live.len()) * 8 + self.ends.len() * 4
+        size_of_val::<[Held]>(&self.held) + (self.closed.len() + self.live.len()) * 8 + size_of_val::<[_]>(&self.of)
     }
 }

@@ -13,6 +13,8 @@ use std::sync::Arc;
 pub struct Found {
     /// Tokens a block of the chain that was asked with.
     pub block_size: u32,
+    /// Tokens beyond its block that each fingerprint covers.
+    pub ahead: u32,
     /// Full blocks asked for.
     pub blocks: u32,
     /// Leading blocks on GPU.
@@ -45,7 +47,9 @@ pub fn candidates(
         let mut candidate = Candidate::unknown(Arc::clone(engine));
         let known = engine.known.as_deref();
         // A chain of another size says nothing of this engine.
-        let found = found.remove(&*engine.id).filter(|f| known.is_none_or(|k| k.block_size == f.block_size));
+        let found = found
+            .remove(&*engine.id)
+            .filter(|f| known.is_none_or(|k| (k.block_size, k.ahead) == (f.block_size, f.ahead)));
         let told = pool.live.then_some(known).flatten();
         let (now, state) = match (&found, told) {
             // The pool's own check is never undone by the answer.
@@ -121,6 +125,7 @@ mod tests {
             reason: String::new(),
             models: vec!["tiny".into()],
             block_size: 16,
+            ahead: 0,
             load: busy(),
             bundle: String::new(),
             dp_size: 1,
@@ -148,6 +153,7 @@ mod tests {
     fn found(state: State) -> HashMap<String, Found> {
         let found = Found {
             block_size: 16,
+            ahead: 0,
             blocks: 4,
             gpu_blocks: 2,
             any_blocks: 3,

@@ -89,6 +89,8 @@ pub struct Knowledge {
     pub models: Vec<String>,
     /// Tokens a block, 0 when unknown.
     pub block_size: u32,
+    /// Tokens beyond its block that each fingerprint covers.
+    pub ahead: u32,
     /// Its load when the event was made.
     pub load: Load,
     /// Digest of its bundle, "" for none.
@@ -293,6 +295,7 @@ mod tests {
             reason: String::new(),
             models: models.iter().map(|m| (*m).into()).collect(),
             block_size: 16,
+            ahead: 0,
             load: Load { health: 1.0, adapters: vec!["lora".into()], ..Load::default() },
             bundle: String::new(),
             dp_size,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Loaded renderers by base model.
 pub type Renderers = HashMap<String, Arc<Renderer>>;
 
-/// Most block sizes of one pool that are named: one chain each.
+/// Most block sizes (and look-aheads) of one pool that are named: one chain each.
 pub const MAX_BLOCK_SIZES: usize = 4;
 
 /// Names of one prompt's blocks in one block size.
@@ -19,6 +19,8 @@ pub const MAX_BLOCK_SIZES: usize = 4;
 pub struct Chain {
     /// Tokens a block.
     pub block_size: u32,
+    /// Tokens beyond its block that each fingerprint covers.
+    pub ahead: u32,
     /// `fp(-1)`.
     pub root: Fingerprint,
     /// The full blocks.
@@ -131,11 +133,11 @@ pub fn prepare(kind: Kind, body: &[u8], means: &Means) -> Result<Prepared, BadBo
         prepared = degrade(prepared, rest.label, rest.detail.clone());
     }
     let salt: &str = &request.cache_salt;
-    let sizes: BTreeSet<u32> = sizes(&means.pool, &prepared.model);
-    for block_size in sizes.into_iter().take(MAX_BLOCK_SIZES) {
+    let sizes: BTreeSet<(u32, u32)> = sizes(&means.pool, &prepared.model);
+    for (block_size, ahead) in sizes.into_iter().take(MAX_BLOCK_SIZES) {
         let namespace = Namespace { model: &prepared.model, adapter: &prepared.adapter, salt };
-        let named = prompt::fingerprints(&prompt.tokens, namespace, means.seed, block_size as usize);
-        prepared.chains.push(Chain { block_size, root: named.root, fingerprints: named.blocks });
+        let named = prompt::fingerprints(&prompt.tokens, namespace, means.seed, (block_size as usize, ahead as usize));
+        prepared.chains.push(Chain { block_size, ahead, root: named.root, fingerprints: named.blocks });
     }
     if prepared.chains.is_empty() && prepared.degraded.is_none() {
         prepared = degrade(prepared, "no_block_size", "no engine has said how long its blocks are".into());
@@ -147,8 +149,9 @@ fn degrade(prepared: Prepared, degraded: &'static str, detail: String) -> Prepar
     Prepared { degraded: Some(degraded), detail, ..prepared }
 }
 
-/// Block sizes of the engines that serve a base model.
-fn sizes(pool: &Pool, model: &str) -> BTreeSet<u32> {
+/// Block sizes and look-aheads of the engines that serve a base model.
+fn sizes(pool: &Pool, model: &str) -> BTreeSet<(u32, u32)> {
     let serving = pool.engines.iter().filter(|engine| engine.base_model() == Some(model));
-    serving.filter_map(|engine| engine.known.as_ref().map(|known| known.block_size)).filter(|size| *size > 0).collect()
+    let known = serving.filter_map(|engine| engine.known.as_ref());
+    known.map(|known| (known.block_size, known.ahead)).filter(|(size, _)| *size > 0).collect()
 }

@@ -331,10 +331,15 @@ pub struct Fingerprints {
     pub blocks: Vec<Fingerprint>,
 }
 
-/// Names the full blocks of a prompt. A fleet with several block sizes calls it once a size.
-pub fn fingerprints(tokens: &[u32], namespace: Namespace<'_>, seed: u64, block_size: usize) -> Fingerprints {
+/// Names the full blocks of a prompt. A fleet with several block sizes or look-aheads calls it once for each.
+pub fn fingerprints(
+    tokens: &[u32],
+    namespace: Namespace<'_>,
+    seed: u64,
+    (block_size, ahead): (usize, usize),
+) -> Fingerprints {
     let root = block::root(namespace, seed);
-    Fingerprints { root, blocks: block::chain(root, block_size, tokens) }
+    Fingerprints { root, blocks: block::chain_ahead(root, block_size, ahead, tokens) }
 }
 
 #[cfg(test)]
@@ -452,7 +457,7 @@ mod tests {
     #[test]
     fn fingerprints_follow_the_namespace() {
         let tokens: Vec<u32> = (0..40).collect();
-        let name = |salt| fingerprints(&tokens, Namespace { model: "m", adapter: "", salt }, 7, 16);
+        let name = |salt| fingerprints(&tokens, Namespace { model: "m", adapter: "", salt }, 7, (16, 0));
         assert_eq!(name("").blocks, block::chain(name("").root, 16, &tokens));
         assert_eq!(name("").blocks.len(), 2);
         assert!(name("").blocks[0] != name("s").blocks[0]);

@@ -50,7 +50,8 @@ pub fn root(namespace: Namespace<'_>, seed: u64) -> Fingerprint {
     never_zero(xxh64(&bytes, seed))
 }
 
-/// The fingerprint of one full block that follows `parent` (a block, or the root). `tokens` must be a whole block.
+/// The fingerprint of one full block that follows `parent` (a block, or the root). `tokens` must be a whole block, and
+/// the tokens beyond it that an engine with look-ahead hashing hashes too.
 pub fn next(parent: Fingerprint, tokens: &[u32], extras: &[Extra<'_>]) -> Fingerprint {
     // Nearly every block has at most 256 tokens and no extras: hash it from the stack.
     let mut stack = [0u8; 1024];
@@ -86,6 +87,19 @@ pub fn chain_into(parent: Fingerprint, block_size: usize, tokens: &[u32], out: &
         parent = next(parent, block, &[]);
         out.push(parent);
     }
+}
+
+/// As [`chain`], where each fingerprint covers `ahead` tokens beyond its block too: it exists once those are there.
+pub fn chain_ahead(root: Fingerprint, block_size: usize, ahead: usize, tokens: &[u32]) -> Vec<Fingerprint> {
+    if ahead == 0 || block_size == 0 {
+        return chain(root, block_size, tokens);
+    }
+    let windows = tokens.windows(block_size + ahead).step_by(block_size);
+    let follow = |parent: &mut Fingerprint, window: &[u32]| {
+        *parent = next(*parent, window, &[]);
+        Some(*parent)
+    };
+    windows.scan(root, follow).collect()
 }
 
 /// The fingerprints of all full blocks of `tokens` in a namespace whose root is `root`.

@@ -6,6 +6,7 @@
 
 use crate::block::Fingerprint;
 use crate::digest::Digest;
+use crate::hit::Hits;
 use crate::id::{EngineId, Epoch, SetKind};
 use serde::{Deserialize, Serialize};
 
@@ -76,6 +77,8 @@ pub struct Store {
 pub enum Parent {
     /// Another block.
     Block(Fingerprint),
+    /// Nothing that matters: the members of a set that is not closed are in no order.
+    Loose,
     /// Nothing: the chain starts a prompt. The salt is never told.
     Root {
         /// `fp(-1)`.
@@ -89,10 +92,11 @@ pub enum Parent {
 }
 
 impl Parent {
-    /// The fingerprint that the chain's first member was hashed from.
+    /// The fingerprint that the chain's first member was hashed from; 0 when that is not told.
     pub fn fingerprint(&self) -> Fingerprint {
         match self {
             Parent::Block(fp) | Parent::Root { fp, .. } => *fp,
+            Parent::Loose => 0,
         }
     }
 }
@@ -318,16 +322,26 @@ pub struct Group {
 }
 
 /// How a hit's length follows from the sets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HitRule {
     /// One group of full attention: the closed prefix, never the last token.
     #[default]
     Closed,
-    /// The deepest member of the *ends* set at or before the closed prefix and the cap.
-    Ends,
+    /// By [`crate::hit::find`] over the sets that these name.
+    Sets(Box<Hits>),
     /// Not known to this agent: credited nothing, and said.
     Unknown,
+}
+
+impl HitRule {
+    /// Tokens beyond its block that each fingerprint covers.
+    pub fn ahead(&self) -> u32 {
+        match self {
+            HitRule::Sets(hits) => hits.ahead,
+            _ => 0,
+        }
+    }
 }
 
 /// Digest of one kind of set.
@@ -415,6 +429,14 @@ impl Batch {
                     }
                     for one in [&state.agent, &state.engine_version, &state.bundle] {
                         text("version", one)?;
+                    }
+                    if let HitRule::Sets(hits) = &state.rule {
+                        if let Some(what) = hits.fault() {
+                            return Err(BadBatch::Limit(what));
+                        }
+                        if hits.unit != state.block_size {
+                            return Err(BadBatch::Limit("the unit of its hits"));
+                        }
                     }
                     if state.block_size == 0 || state.block_size > 1 << 16 {
                         return Err(BadBatch::Limit("block size"));

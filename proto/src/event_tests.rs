@@ -48,7 +48,7 @@ fn everything_round_trips() -> Result<(), Box<dyn std::error::Error>> {
             parent: Parent::Root { fp: 7, model: "tiny".into(), adapter: String::new() },
             fingerprints: Fingerprints(vec![1, u64::MAX]),
         }),
-        Op::Store(Store { kind: SetKind::Ends, parent: Parent::Block(3), fingerprints: Fingerprints(vec![4]) }),
+        Op::Store(Store { kind: SetKind::S1, parent: Parent::Loose, fingerprints: Fingerprints(vec![4]) }),
         Op::Remove(Remove { kind: SetKind::Any, fingerprints: Fingerprints(vec![4, 3]) }),
         Op::Clear(Clear { kind: None }),
         Op::Clear(Clear { kind: Some(SetKind::Gpu) }),

@@ -22,30 +22,64 @@ impl std::fmt::Display for Epoch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SetKind {
-    /// Reachable on GPU alone. Prefix-closed.
+    /// Reachable on GPU alone, by the engine's first spec of full attention. Closed along that spec's blocks.
     Gpu,
-    /// In *gpu*, or resident in a lower tier with the parent in *any*. Prefix-closed.
+    /// In *gpu*, or resident in a lower tier with the parent in *any*. Closed as *gpu* is.
     Any,
-    /// Where a hit may end, for engines with window or Mamba groups or EAGLE. Not closed: never bisected.
-    Ends,
+    /// A further set of an engine with several kinds of attention; which one, its [`crate::hit::Hits`] say. Not
+    /// closed, so never bisected across engines.
+    S1,
+    /// As above.
+    S2,
+    /// As above.
+    S3,
+    /// As above.
+    S4,
+    /// As above.
+    S5,
+    /// As above.
+    S6,
+    /// As above.
+    S7,
 }
 
 impl SetKind {
+    /// How many kinds there are.
+    pub const COUNT: usize = 9;
     /// All kinds, in the order of [`SetKind::index`].
-    pub const ALL: [SetKind; 3] = [SetKind::Gpu, SetKind::Any, SetKind::Ends];
+    pub const ALL: [SetKind; SetKind::COUNT] = [
+        SetKind::Gpu,
+        SetKind::Any,
+        SetKind::S1,
+        SetKind::S2,
+        SetKind::S3,
+        SetKind::S4,
+        SetKind::S5,
+        SetKind::S6,
+        SetKind::S7,
+    ];
 
-    /// 0, 1, 2: a position for arrays that hold one thing a kind.
+    /// From 0: a position for arrays that hold one thing a kind.
     pub const fn index(self) -> usize {
         self as usize
     }
 
+    /// The kind of set number `set` of an engine's specs: 0 is *gpu*. `None` beyond the last.
+    pub fn of_spec(set: u8) -> Option<SetKind> {
+        match set {
+            0 => Some(SetKind::Gpu),
+            set => SetKind::ALL.get(usize::from(set) + 1).copied(),
+        }
+    }
+
+    /// Is it closed, so that prompts are bisected in it across engines?
+    pub const fn closed(self) -> bool {
+        matches!(self, SetKind::Gpu | SetKind::Any)
+    }
+
     /// The name used in logs, metrics and JSON.
     pub const fn name(self) -> &'static str {
-        match self {
-            SetKind::Gpu => "gpu",
-            SetKind::Any => "any",
-            SetKind::Ends => "ends",
-        }
+        ["gpu", "any", "s1", "s2", "s3", "s4", "s5", "s6", "s7"][self as usize]
     }
 }
 

@@ -11,6 +11,7 @@
 //! * [`residency`]: physical copies in, changes of the closed set out.
 //! * [`cursor`]: is this message the next one?
 //! * [`digest`]: the sum that proves two sets equal.
+//! * [`hit`]: how long a hit is, for every kind of attention.
 //! * [`fleet`]: the list of engines that index and picker read.
 //! * [`wire`]: generated gRPC and ext_proc types.
 
@@ -20,6 +21,7 @@ pub mod cursor;
 pub mod digest;
 pub mod event;
 pub mod fleet;
+pub mod hit;
 pub mod id;
 pub mod native;
 pub mod residency;

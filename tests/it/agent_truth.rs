@@ -137,6 +137,7 @@ impl World {
             Op::Store(store) => {
                 let mut parent = match &store.parent {
                     Parent::Block(fp) => Link::Block(*fp),
+                    Parent::Loose => panic!("a closed set without parents"),
                     Parent::Root { fp, model, adapter } => {
                         let named = ["", "s"].map(|salt| block::root(Namespace { model, adapter, salt }, SEED));
                         assert!(named.contains(fp), "the root {fp:x} has another adapter than {adapter:?}");

@@ -85,7 +85,7 @@ impl World {
     }
 
     fn open(&mut self) {
-        let held = Held { engine: self.rng.below(self.engines as usize) as u32, kind: SetKind::ALL[self.rng.below(3)] };
+        let held = Held { engine: self.rng.below(self.engines as usize) as u32, kind: SetKind::ALL[self.rng.below(4)] };
         match self.writer.open(held.engine, held.kind) {
             Ok(holder) => {
                 self.model.holders.insert(self.model.next, (holder, held, false, HashSet::new()));
@@ -125,9 +125,9 @@ impl World {
             }
             14..24 => drop(self.writer.sweep(500)),
             24..70 => {
-                // Ends sets take any part of a path; closed ones a whole path, some of it known already.
+                // Sets that are not closed take any part of a path; closed ones a whole path, some of it known already.
                 let mut path = self.forest.path(node);
-                if kind == SetKind::Ends {
+                if !kind.closed() {
                     path.retain(|_| self.rng.below(3) == 0);
                 }
                 let Some(holder) = self.model.holders.get_mut(&key) else { return };
@@ -149,27 +149,32 @@ impl World {
     fn check(&mut self, prompt: &[u64]) {
         let live = || self.model.holders.values().filter(|h| h.2);
         let depth = |set: &HashSet<u64>| prompt.iter().take_while(|fp| set.contains(fp)).count() as u32;
-        let closed = live().filter(|h| h.1.kind != SetKind::Ends);
+        let closed = live().filter(|h| h.1.kind.closed());
         let expected: BTreeSet<(Held, u32)> = closed.map(|h| (h.1, depth(&h.3))).filter(|h| h.1 > 0).collect();
         let answer = self.reader.find(prompt);
         let found: Vec<(Held, u32)> = answer.iter().collect();
         assert!(found.is_sorted_by_key(|found| found.1), "seed {}: {found:?}", self.seed);
         assert_eq!(found.len(), expected.len(), "seed {}: {found:?} is not {expected:?}", self.seed);
         assert_eq!(BTreeSet::from_iter(found), expected, "seed {}", self.seed);
+        let mut seen = vec![];
         let mut depths = vec![[9, 9]];
         answer.depths(&mut depths);
         for engine in 0..self.engines {
             let of = |kind| expected.iter().find(|h| h.0 == Held { engine, kind }).map_or(0, |h| h.1);
             let got = depths.get(engine as usize).copied().unwrap_or_default();
             assert_eq!(got, [of(SetKind::Gpu), of(SetKind::Any)], "seed {} engine {engine}", self.seed);
-            let from = self.rng.below(prompt.len() + 2) as u32;
-            let back = self.rng.below(12) as u32;
-            let ends = live().find(|h| h.1 == Held { engine, kind: SetKind::Ends });
-            let ends = ends.and_then(|h| {
-                let from = from.min(prompt.len() as u32);
-                (from.saturating_sub(back) + 1..=from).rev().find(|d| h.3.contains(&prompt[*d as usize - 1]))
-            });
-            assert_eq!(answer.deepest(engine, from, back), ends, "seed {} engine {engine} {from} {back}", self.seed);
+            for _ in 0..8 {
+                let kind = SetKind::ALL[self.rng.below(5)];
+                let at = self.rng.below(prompt.len() + 2);
+                let set = live().find(|h| h.1 == Held { engine, kind }).map(|h| &h.3);
+                let has = prompt.get(at).is_some_and(|fp| set.is_some_and(|set| set.contains(fp)));
+                assert_eq!(
+                    answer.has(&mut seen, engine, kind, at),
+                    has,
+                    "seed {} engine {engine} {kind:?} {at}",
+                    self.seed
+                );
+            }
         }
         drop(answer);
         let Some(&fingerprint) = prompt.last() else { return };
@@ -238,7 +243,7 @@ fn the_table_grows_by_splits_and_shrinks_to_nothing() {
         for _ in 0..12 {
             let node = world.rng.below(world.forest.nodes.len());
             let holder = &mut world.model.holders.get_mut(&key).expect("just opened");
-            if holder.1.kind == SetKind::Ends {
+            if !holder.1.kind.closed() {
                 continue;
             }
             for root in [node, 0] {

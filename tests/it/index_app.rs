@@ -45,6 +45,7 @@ async fn first_contact_and_every_face() -> Result<()> {
     assert_eq!(index.cached("a.0", 1..200).await?, 0);
     let mut grpc = index.grpc().await?;
     let asked = wire::MatchRequest {
+        ahead: 0,
         root: 1,
         block_size: 16,
         prompt_tokens: 200,
@@ -268,6 +269,7 @@ async fn placements_count_until_the_engine_counts_them() -> Result<()> {
     };
     grpc.reserve(reserve.clone()).await?;
     let asked = wire::MatchRequest {
+        ahead: 0,
         root: 1,
         block_size: 16,
         prompt_tokens: 65,
@@ -364,6 +366,7 @@ async fn engines_come_and_go_with_the_fleet_file() -> Result<()> {
         Ok(index
             .handle
             .match_(&index::answer::Query {
+                ahead: 0,
                 block_size: 16,
                 prompt_tokens: 65,
                 fingerprints: &prompt(0..64),

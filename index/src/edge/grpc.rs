@@ -102,6 +102,7 @@ impl Index for Face {
         }
         let query = Query {
             block_size: asked.block_size,
+            ahead: asked.ahead,
             prompt_tokens: asked.prompt_tokens,
             fingerprints: &asked.fingerprints,
             candidates: &asked.candidates,
@@ -245,6 +246,7 @@ fn of_update(update: &Update, shared: &Shared) -> wire::WatchEvent {
         state: of_state(status.state_at(now_ms, &shared.lookup.board.leases)).into(),
         models: status.models().to_vec(),
         block_size: status.block_size(),
+        ahead: status.rule().ahead(),
         epoch: status.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),
         load: Some(of_load(status, shared.lookup.reserved(status.slot))),
         bundle: status.bundle().into(),

@@ -6,19 +6,18 @@ use crate::reservations::Reservations;
 use crate::shared::Reader;
 use proto::block;
 use proto::event::HitRule;
+use proto::hit;
 use proto::id::SetKind;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// How far back from the closed depth a place to end is sought, in blocks: vLLM's windows are at most 128 Ki tokens,
-/// but a hit that far back is worth little; 1,024 blocks are 16 Ki tokens at 16 a block.
-const MOST_BACK: u32 = 1024;
 /// Readers kept for the next lookup: as many as run at once on a large machine.
 const MOST_READERS: usize = 64;
 
 struct Desk {
     reader: Reader,
     depths: Vec<[u32; 2]>,
+    seen: Vec<u32>,
 }
 
 /// Everything that a lookup needs.
@@ -43,8 +42,11 @@ impl Lookup {
 
     /// What would each engine take from its cache?
     pub fn find(&self, query: &Query<'_>) -> Matched {
-        let mut desk =
-            lock(&self.desks).pop().unwrap_or_else(|| Desk { reader: lock(&self.first).clone(), depths: Vec::new() });
+        let mut desk = lock(&self.desks).pop().unwrap_or_else(|| Desk {
+            reader: lock(&self.first).clone(),
+            depths: Vec::new(),
+            seen: Vec::new(),
+        });
         let matched = self.find_at(&mut desk, query);
         let mut desks = lock(&self.desks);
         if desks.len() < MOST_READERS {
@@ -61,6 +63,7 @@ impl Lookup {
         let started = Instant::now();
         let answer = desk.reader.find(query.fingerprints);
         answer.depths(&mut desk.depths);
+        desk.seen.clear();
         let lookup_ns = started.elapsed().as_nanos() as u64;
         let mut engines =
             Vec::with_capacity(if query.candidates.is_empty() { seats.len() } else { query.candidates.len() });
@@ -70,22 +73,32 @@ impl Lookup {
                 continue;
             }
             let mut depths = desk.depths.get(seat.slot as usize).copied().unwrap_or_default();
+            let same = status.block_size() == query.block_size && status.rule().ahead() == query.ahead;
             for kind in [SetKind::Gpu, SetKind::Any] {
-                if status.block_size() != query.block_size || !status.credited(kind, now_ms, leases) {
+                if !same || !status.credited(kind, now_ms, leases) {
                     depths[kind.index()] = 0;
                 }
             }
-            let gpu_blocks = depths[SetKind::Gpu.index()];
+            let (block_size, prompt_tokens) = (query.block_size as usize, query.prompt_tokens as usize);
+            let mut gpu_blocks = depths[SetKind::Gpu.index()];
             // Agents of engines with one tier publish *gpu* alone: *any* contains it by definition.
-            let any_blocks = depths[SetKind::Any.index()].max(gpu_blocks);
-            let cap = query.prompt_tokens.saturating_sub(1) / query.block_size.max(1);
-            let hit = match status.rule() {
-                HitRule::Closed => any_blocks,
-                HitRule::Ends if !status.credited(SetKind::Ends, now_ms, leases) => 0,
-                HitRule::Ends => answer.deepest(seat.slot, any_blocks.min(cap), MOST_BACK).unwrap_or(0),
-                HitRule::Unknown => 0,
+            let mut any_blocks = depths[SetKind::Any.index()].max(gpu_blocks);
+            let cached = match status.rule() {
+                HitRule::Closed => block::cached_tokens(any_blocks as usize, block_size, prompt_tokens),
+                HitRule::Sets(hits) if same && block_size > 0 => {
+                    let has = |set: usize, at| {
+                        let kind = u8::try_from(set).ok().and_then(SetKind::of_spec);
+                        kind.filter(|kind| status.credited(*kind, now_ms, leases))
+                            .is_some_and(|kind| answer.has(&mut desk.seen, seat.slot, kind, at))
+                    };
+                    let hit = hit::find(hits, prompt_tokens, has).unwrap_or(0);
+                    // Blocks that no hit can end in are worth nothing: the hit itself is what counts.
+                    gpu_blocks = (hit / block_size) as u32;
+                    any_blocks = any_blocks.max(gpu_blocks);
+                    hit
+                }
+                HitRule::Sets(_) | HitRule::Unknown => 0,
             };
-            let cached = block::cached_tokens(hit as usize, query.block_size as usize, query.prompt_tokens as usize);
             engines.push(EngineMatch {
                 state: status.state_at(now_ms, leases),
                 age_ms: status.age_ms(now_ms),
@@ -103,7 +116,7 @@ impl Lookup {
             for one in &mut engines {
                 let slot = one.status.slot;
                 one.reserved = book.reserved(slot);
-                if one.status.block_size() == query.block_size {
+                if one.status.block_size() == query.block_size && one.status.rule().ahead() == query.ahead {
                     one.coming_blocks = book.coming(slot, query.fingerprints, one.gpu_blocks as usize) as u32;
                 }
             }

@@ -53,7 +53,7 @@ impl Link {
                     self.tally.gaps += 1;
                 }
                 if last - first >= LONGEST_REPLAY {
-                    self.begin(core, [true; 3], true, ResyncReason::Gap, now_ms, out)?;
+                    self.begin(core, [true; SetKind::COUNT], true, ResyncReason::Gap, now_ms, out)?;
                 }
                 self.hold(core, seq, batch, bytes, now_ms, out)?;
                 self.ask_replay(now_ms, out);
@@ -92,10 +92,10 @@ impl Link {
         self.heartbeat_at = None;
         self.cursor = Cursor::at(epoch, 0);
         self.since_ms = now_ms;
-        self.from = [0; 3];
+        self.from = [0; SetKind::COUNT];
         // Who hears seq 0 has missed nothing: sets are empty when a process starts.
         if seq > 0 {
-            self.begin(core, [true; 3], true, reason, now_ms, out)?;
+            self.begin(core, [true; SetKind::COUNT], true, reason, now_ms, out)?;
         }
         Ok(())
     }
@@ -145,7 +145,7 @@ impl Link {
             Kept::Full => {
                 out.append(&mut said);
                 // Too much arrived meanwhile: a later cut will have it all, this message too.
-                self.begin(core, [true; 3], true, ResyncReason::Again, now_ms + PAUSE_MS, out)?;
+                self.begin(core, [true; SetKind::COUNT], true, ResyncReason::Again, now_ms + PAUSE_MS, out)?;
             }
         }
         Ok(())
@@ -160,7 +160,7 @@ impl Link {
         now_ms: u64,
         out: &mut Vec<Effect>,
     ) -> Result<(), Refused> {
-        let mut differs = [false; 3];
+        let mut differs = [false; SetKind::COUNT];
         for op in &batch.ops {
             match op {
                 Op::Store(store) if seq >= self.from[store.kind.index()] => {
@@ -188,7 +188,7 @@ impl Link {
             }
         }
         if self.rebuild.is_some() && keep_applied(&mut self.tail, seq, batch) == Kept::Full {
-            let kinds = self.rebuild.as_ref().map_or([true; 3], |rebuild| rebuild.kinds);
+            let kinds = self.rebuild.as_ref().map_or([true; SetKind::COUNT], |rebuild| rebuild.kinds);
             self.begin(core, kinds, false, ResyncReason::Again, now_ms + PAUSE_MS, out)?;
         }
         for kind in SetKind::ALL {
@@ -212,7 +212,13 @@ impl Link {
     }
 
     /// Compares a heartbeat's digests with the table's, at the same seq.
-    fn compare(&mut self, core: &mut Writer, seq: u64, state: &State, differs: &mut [bool; 3]) -> Result<(), Refused> {
+    fn compare(
+        &mut self,
+        core: &mut Writer,
+        seq: u64,
+        state: &State,
+        differs: &mut [bool; SetKind::COUNT],
+    ) -> Result<(), Refused> {
         let mut compared = false;
         let mut equal = true;
         for told in &state.digests {

@@ -18,7 +18,7 @@ impl Link {
         now_ms: u64,
         out: &mut Vec<Effect>,
     ) -> Result<(), Refused> {
-        let mut kinds = [false; 3];
+        let mut kinds = [false; SetKind::COUNT];
         if let Some(rebuild) = &self.rebuild {
             if rebuild.full || rebuild.kinds[kind.index()] {
                 return Ok(());
@@ -33,7 +33,7 @@ impl Link {
     pub(super) fn begin(
         &mut self,
         core: &mut Writer,
-        kinds: [bool; 3],
+        kinds: [bool; SetKind::COUNT],
         full: bool,
         reason: ResyncReason,
         at_ms: u64,
@@ -198,6 +198,6 @@ impl Link {
                 return Ok(());
             }
         }
-        self.begin(core, [true; 3], true, ResyncReason::Gap, now_ms, out)
+        self.begin(core, [true; SetKind::COUNT], true, ResyncReason::Gap, now_ms, out)
     }
 }

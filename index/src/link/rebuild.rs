@@ -33,7 +33,7 @@ struct Cut {
 #[derive(Debug)]
 pub struct Rebuild {
     /// Kinds that are built.
-    pub kinds: [bool; 3],
+    pub kinds: [bool; SetKind::COUNT],
     /// Are messages held back until it is there? Otherwise they go on being applied to the live sets.
     pub full: bool,
     /// The ask that is out, and when it was sent.
@@ -42,14 +42,14 @@ pub struct Rebuild {
     pub ask_at_ms: u64,
     /// For a rebuild beside a live stream: every message applied since the ask is kept, from this seq on.
     pub tail_from: u64,
-    hidden: [Option<Holder>; 3],
+    hidden: [Option<Holder>; SetKind::COUNT],
     cut: Option<Cut>,
 }
 
 impl Rebuild {
     /// Begins: nothing is asked yet.
-    pub fn new(kinds: [bool; 3], full: bool, tail_from: u64, ask_at_ms: u64) -> Self {
-        Self { kinds, full, asked: None, ask_at_ms, tail_from, hidden: [None; 3], cut: None }
+    pub fn new(kinds: [bool; SetKind::COUNT], full: bool, tail_from: u64, ask_at_ms: u64) -> Self {
+        Self { kinds, full, asked: None, ask_at_ms, tail_from, hidden: [None; SetKind::COUNT], cut: None }
     }
 
     /// Gives up: what was built is retired.
@@ -143,7 +143,7 @@ impl Rebuild {
     }
 
     /// Makes what was built the live sets of its kinds.
-    pub fn publish(&mut self, core: &mut Writer, live: &mut [Option<Holder>; 3]) -> Result<(), Refused> {
+    pub fn publish(&mut self, core: &mut Writer, live: &mut [Option<Holder>; SetKind::COUNT]) -> Result<(), Refused> {
         for kind in SetKind::ALL.into_iter().filter(|kind| self.kinds[kind.index()]) {
             let at = kind.index();
             let before = live[at].take();

@@ -59,14 +59,14 @@ impl Stock {
             .then_some("events are missing: what was stored before is not credited until it is used again")
     }
 
-    pub(super) fn state(&self) -> ([bool; 3], EngineState) {
+    pub(super) fn state(&self) -> ([bool; SetKind::COUNT], EngineState) {
         let credit = self.up && !self.engine.blind() && !self.engine.lookahead();
         let state = match self.next {
             None => EngineState::Syncing,
             Some(_) if self.partial || !credit => EngineState::Partial,
             Some(_) => EngineState::InStep,
         };
-        ([credit, false, false], state)
+        (std::array::from_fn(|kind| credit && kind == SetKind::Gpu.index()), state)
     }
 }
 

@@ -6,6 +6,7 @@ use crate::find::{Bits, Levels, View};
 use crate::sets::Record;
 use crate::table::Directory;
 use proto::block::Fingerprint;
+use proto::id::SetKind;
 use std::sync::Arc;
 
 /// Looks things up. Never waits for the writer, and allocates nothing once its buffers have grown to the size of the
@@ -109,7 +110,7 @@ impl Answer<'_> {
     /// live engine slot asks for.
     pub fn depths(&self, depths: &mut Vec<[u32; 2]>) {
         depths.clear();
-        depths.resize(self.map.engines, [0; 2]);
+        depths.resize(self.map.of.len(), [0; 2]);
         for (depth, bits) in self.levels.iter() {
             for (at, word) in bits.words.iter().enumerate() {
                 for one in ones(*word) {
@@ -120,14 +121,19 @@ impl Answer<'_> {
         }
     }
 
-    /// The deepest place where a hit may end on `engine`: the greatest depth `d <= from`, `d > from - back`, such
-    /// that its live *ends* set has block `d - 1`. `None` if there is none so near, or the engine has no such set.
-    pub fn deepest(&self, engine: u32, from: u32, back: u32) -> Option<u32> {
-        let number = self.map.ends.get(engine as usize)?.checked_sub(1)?;
-        let from = self.fingerprints.len().min(from as usize);
+    /// Does the live set of this kind of `engine` have the prompt's fingerprint `at`? What was read of the table is
+    /// kept in `seen` for the other engines and kinds: clear it before the first question of a lookup.
+    pub fn has(&self, seen: &mut Vec<u32>, engine: u32, kind: SetKind, at: usize) -> bool {
+        const UNREAD: u32 = u32::MAX;
+        let number = self.map.of.get(engine as usize).and_then(|kinds| kinds[kind.index()].checked_sub(1));
+        let (Some(number), Some(fingerprint)) = (number, self.fingerprints.get(at)) else { return false };
         let sight = self.core.sight(self.map.pin());
-        let has = |fingerprint| sight.bits(sight.set_of(fingerprint)).has(number);
-        let window = from.saturating_sub(back as usize)..from;
-        window.rev().find(|at| has(self.fingerprints[*at])).map(|at| at as u32 + 1)
+        if seen.len() <= at {
+            seen.resize(self.fingerprints.len(), UNREAD);
+        }
+        if seen[at] == UNREAD {
+            seen[at] = sight.set_of(*fingerprint);
+        }
+        sight.bits(seen[at]).has(number)
     }
 }

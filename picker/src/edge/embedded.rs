@@ -28,6 +28,7 @@ impl Embedded {
         let blocks = question.fingerprints.len().min(answer::MAX_FINGERPRINTS);
         let matched = self.handle.match_(&answer::Query {
             block_size: question.block_size,
+            ahead: question.ahead,
             prompt_tokens: question.prompt_tokens,
             fingerprints: &question.fingerprints[..blocks],
             candidates: &[],
@@ -36,6 +37,7 @@ impl Embedded {
         let engines = matched.engines.into_iter().map(|engine| {
             let found = Found {
                 block_size: question.block_size,
+                ahead: question.ahead,
                 blocks,
                 gpu_blocks: engine.gpu_blocks.min(blocks),
                 any_blocks: engine.any_blocks.min(blocks),
@@ -88,6 +90,7 @@ impl Embedded {
                 reason: status.reason.clone(),
                 models: status.models().to_vec(),
                 block_size: status.block_size(),
+                ahead: status.rule().ahead(),
                 load: load(status),
                 bundle: status.bundle().to_owned(),
                 dp_size: heartbeat.map_or(0, |h| h.dp_size),

@@ -22,6 +22,8 @@ pub struct Question {
     pub root: u64,
     /// Tokens a block.
     pub block_size: u32,
+    /// Tokens beyond its block that each fingerprint covers.
+    pub ahead: u32,
     /// Tokens of the whole prompt.
     pub prompt_tokens: u32,
     /// The full blocks.

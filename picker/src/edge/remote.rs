@@ -103,13 +103,14 @@ impl Remote {
             return Err(NoAnswer::Away);
         }
         question.fingerprints.truncate(MAX_FINGERPRINTS);
-        let (block_size, blocks) = (question.block_size, question.fingerprints.len() as u32);
+        let (block_size, ahead, blocks) = (question.block_size, question.ahead, question.fingerprints.len() as u32);
         let mut request = wire::MatchRequest {
             root: question.root,
             block_size,
             prompt_tokens: question.prompt_tokens,
             fingerprints: question.fingerprints,
             candidates: Vec::new(),
+            ahead,
         };
         let now_ms = self.now_ms();
         let well = |at: &usize| self.peers[*at].suspect_ms.load(Ordering::Relaxed) <= now_ms;
@@ -124,7 +125,7 @@ impl Remote {
             let message = if last { std::mem::take(&mut request) } else { request.clone() };
             let mut client = peer.client.clone();
             match tokio::time::timeout(share, client.r#match(self.signed(message))).await {
-                Ok(Ok(answer)) => return Ok(found(answer.into_inner(), block_size, blocks)),
+                Ok(Ok(answer)) => return Ok(found(answer.into_inner(), (block_size, ahead), blocks)),
                 Ok(Err(status)) => {
                     tracing::debug!(index = peer.address, %status, "a lookup failed");
                     why = NoAnswer::Away;
@@ -273,10 +274,11 @@ async fn tell(
     }
 }
 
-fn found(answer: wire::MatchResponse, block_size: u32, blocks: u32) -> HashMap<String, Found> {
+fn found(answer: wire::MatchResponse, (block_size, ahead): (u32, u32), blocks: u32) -> HashMap<String, Found> {
     let engines = answer.engines.into_iter().map(|engine| {
         let found = Found {
             block_size,
+            ahead,
             blocks,
             gpu_blocks: engine.gpu_blocks.min(blocks),
             any_blocks: engine.any_blocks.min(blocks),
@@ -333,6 +335,7 @@ fn news(event: wire::WatchEvent) -> News {
             reason: engine.reason,
             models: engine.models,
             block_size: engine.block_size,
+            ahead: engine.ahead,
             load: load(engine.load),
             bundle: engine.bundle,
             dp_size: engine.dp_size,

@@ -246,6 +246,7 @@ impl Router {
             let question = Question {
                 root: chain.root,
                 block_size: chain.block_size,
+                ahead: chain.ahead,
                 prompt_tokens: gathered.prepared.prompt_tokens,
                 fingerprints: chain.fingerprints.clone(),
             };
@@ -257,7 +258,9 @@ impl Router {
                     let pool = self.pool.load();
                     let of_size = |id: &str| {
                         let engine = pool.engines.iter().find(|engine| &*engine.id == id);
-                        engine.and_then(|e| e.known.as_ref()).is_none_or(|k| k.block_size == chain.block_size)
+                        engine
+                            .and_then(|e| e.known.as_ref())
+                            .is_none_or(|k| (k.block_size, k.ahead) == (chain.block_size, chain.ahead))
                     };
                     let several = gathered.prepared.chains.len() > 1;
                     gathered.found.extend(found.into_iter().filter(|(id, _)| !several || of_size(id)));
@@ -309,8 +312,8 @@ impl Router {
         };
         drop(ledger);
         if let (Some(chosen), true) = (chosen, place) {
-            let block_size = chosen.engine.known.as_ref().map_or(0, |known| known.block_size);
-            let chain = prepared.chains.iter().find(|chain| chain.block_size == block_size);
+            let shape = chosen.engine.known.as_ref().map_or((0, 0), |known| (known.block_size, known.ahead));
+            let chain = prepared.chains.iter().find(|chain| (chain.block_size, chain.ahead) == shape);
             let fingerprints =
                 chain.map(|c| c.fingerprints.iter().copied().take(super::lookup::MAX_RESERVED).collect());
             self.index.reserve(Placement {

@@ -16,6 +16,9 @@ pub struct MatchRequest {
     /// Engine ids (name.rank) to answer for; empty: all.
     #[prost(string, repeated, tag = "5")]
     pub candidates: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Tokens beyond its block that each fingerprint covers (engines with look-ahead hashing); others answer with nothing.
+    #[prost(uint32, tag = "6")]
+    pub ahead: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct MatchResponse {
@@ -173,6 +176,9 @@ pub struct Engine {
     /// Fingerprint of tokens 0..block_size under the engine's seed: a picker whose own differs can credit nothing.
     #[prost(fixed64, tag = "13")]
     pub check: u64,
+    /// Tokens beyond its block that each fingerprint covers.
+    #[prost(uint32, tag = "14")]
+    pub ahead: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RequestLife {

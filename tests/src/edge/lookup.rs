@@ -43,6 +43,7 @@ pub async fn depth(
         prompt_tokens: u32::try_from(fingerprints.len())? * block_size + 1,
         fingerprints: fingerprints.to_vec(),
         candidates: vec![engine.to_owned()],
+        ahead: 0,
     };
     let answer = index.r#match(question).await?.into_inner();
     let found = answer.engines.iter().find(|e| e.engine == engine);

@@ -89,17 +89,17 @@ fn answer(shared: &Shared, asked: Asked) -> Result<Json<Value>, Fault> {
             "see the models in /v1/engines",
         ));
     }
-    // One chain for each base model (any served name may lead to it) and block size.
-    let mut groups: BTreeMap<(u32, &str), Vec<String>> = BTreeMap::new();
+    // One chain for each base model (any served name may lead to it), block size and look-ahead.
+    let mut groups: BTreeMap<(u32, u32, &str), Vec<String>> = BTreeMap::new();
     for status in serving {
         let base = status.models().first().map_or("", String::as_str);
-        groups.entry((status.block_size(), base)).or_default().push(status.engine.to_string());
+        groups.entry((status.block_size(), status.rule().ahead(), base)).or_default().push(status.engine.to_string());
     }
     let mut rows = Vec::new();
     let mut shape = None;
-    for ((block_size, base), candidates) in groups {
-        let (fingerprints, prompt_tokens) = chain(shared, &asked, base, block_size)?;
-        let query = Query { block_size, prompt_tokens, fingerprints: &fingerprints, candidates: &candidates };
+    for ((block_size, ahead, base), candidates) in groups {
+        let (fingerprints, prompt_tokens) = chain(shared, &asked, base, (block_size, ahead))?;
+        let query = Query { block_size, ahead, prompt_tokens, fingerprints: &fingerprints, candidates: &candidates };
         let matched = shared.metrics.timed_lookup(|| shared.lookup.find(&query));
         shape = shape.max(Some((matched.engines.len(), block_size, fingerprints.len())));
         for one in matched.engines {
@@ -122,8 +122,13 @@ fn answer(shared: &Shared, asked: Asked) -> Result<Json<Value>, Fault> {
     Ok(Json(json!({ "block_size": block_size, "blocks": blocks, "engines": rows })))
 }
 
-/// The prompt's fingerprints in one namespace and block size, and its tokens.
-fn chain(shared: &Shared, asked: &Asked, model: &str, block_size: u32) -> Result<(Vec<u64>, u32), Fault> {
+/// The prompt's fingerprints in one namespace, block size and look-ahead, and its tokens.
+fn chain(
+    shared: &Shared,
+    asked: &Asked,
+    model: &str,
+    (block_size, ahead): (u32, u32),
+) -> Result<(Vec<u64>, u32), Fault> {
     let too_long = |n: usize| {
         refused("too_long", format!("{n} blocks; at most {MAX_FINGERPRINTS} are taken"), "send a shorter prompt")
     };
@@ -134,7 +139,10 @@ fn chain(shared: &Shared, asked: &Asked, model: &str, block_size: u32) -> Result
                 return Err(too_long(blocks));
             }
             let root = block::root(Namespace { model, adapter: &asked.adapter, salt: &asked.salt }, shared.config.seed);
-            Ok((block::chain(root, block_size as usize, tokens), u32::try_from(tokens.len()).unwrap_or(u32::MAX)))
+            Ok((
+                block::chain_ahead(root, block_size as usize, ahead as usize, tokens),
+                u32::try_from(tokens.len()).unwrap_or(u32::MAX),
+            ))
         }
         (None, Some(given)) => {
             if given.len() > MAX_FINGERPRINTS {
@@ -154,7 +162,7 @@ fn chain(shared: &Shared, asked: &Asked, model: &str, block_size: u32) -> Result
                     "decimal numbers, or text, decimal or 0x",
                 ));
             };
-            let tokens = (fingerprints.len() as u32).saturating_mul(block_size).saturating_add(1);
+            let tokens = (fingerprints.len() as u32).saturating_mul(block_size).saturating_add(ahead.max(1));
             Ok((fingerprints, asked.prompt_tokens.unwrap_or(tokens)))
         }
         _ => Err(refused(

@@ -72,7 +72,6 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "in_step": status.in_step.map(|in_step| in_step && state == EngineState::InStep),
         "gpu_blocks": status.blocks[SetKind::Gpu.index()],
         "any_blocks": status.blocks[SetKind::Any.index()].max(status.blocks[SetKind::Gpu.index()]),
-        "ends_blocks": status.blocks[SetKind::Ends.index()],
         "unnamed": heartbeat.map(|state| state.unnamed),
         "messages": tally.messages,
         "bad_messages": tally.bad,
@@ -95,7 +94,7 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "asleep": heartbeat.map(|state| state.asleep),
         "block_size": Some(status.block_size()).filter(|size| *size > 0),
         "models": status.models(),
-        "rule": heartbeat.map(|state| state.rule),
+        "rule": heartbeat.map(|state| &state.rule),
         "bundle": status.bundle(),
         "agent": heartbeat.map(|state| &state.agent),
         "engine_version": heartbeat.map(|state| &state.engine_version),
@@ -131,19 +130,15 @@ pub async fn blocks(
     Path(engine): Path<String>,
     Query(which): Query<Which>,
 ) -> Response {
-    let kind = match which.kind.as_deref() {
-        None | Some("gpu") => SetKind::Gpu,
-        Some("any") => SetKind::Any,
-        Some("ends") => SetKind::Ends,
-        Some(_) => {
-            return Fault::new(
-                StatusCode::BAD_REQUEST,
-                "bad_kind",
-                "there is no such kind of set",
-                "kind is gpu, any or ends",
-            )
-            .into_response();
-        }
+    let asked = which.kind.as_deref().unwrap_or("gpu");
+    let Some(kind) = SetKind::ALL.into_iter().find(|kind| kind.name() == asked) else {
+        return Fault::new(
+            StatusCode::BAD_REQUEST,
+            "bad_kind",
+            "there is no such kind of set",
+            "kind is gpu, any, or s1 to s7 for an engine with several kinds of attention",
+        )
+        .into_response();
     };
     let status = shared.lookup.board.seats().iter().map(|seat| seat.status()).find(|status| names(status, &engine));
     let (Some(status), Some(members)) = (status, shared.scribe.members(&engine, kind).await) else {
