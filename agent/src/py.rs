@@ -153,6 +153,7 @@ impl Agent {
                 "this version does not know how far hits of this model reach: the engine is credited nothing"
             );
         }
+        let publishes = rule == HitRule::Closed;
         let facts = Facts {
             rank,
             dp_size,
@@ -174,7 +175,7 @@ impl Agent {
         running
             .publisher
             .set_auditor(Box::new(move |from| Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()));
-        Ok(Some(Self { running: Some(running), null_block, publishes: rule == HitRule::Closed, blocks: Vec::new() }))
+        Ok(Some(Self { running: Some(running), null_block, publishes, blocks: Vec::new() }))
     }
 
     /// Where messages are published; "" when the agent was forgotten.
