@@ -13,7 +13,7 @@
 //! * [`digest`]: the sum that proves two sets equal.
 //! * [`hit`]: how long a hit is, for every kind of attention.
 //! * [`fleet`]: the list of engines that index and picker read.
-//! * [`wire`]: generated gRPC and ext_proc types.
+//! * `wire`: generated gRPC and ext_proc types, with the feature of that name.
 
 pub mod block;
 pub mod control;
@@ -25,6 +25,7 @@ pub mod hit;
 pub mod id;
 pub mod native;
 pub mod residency;
+#[cfg(feature = "wire")]
 #[allow(missing_docs, clippy::all)]
 #[path = "gen/mod.rs"]
 pub mod wire;
