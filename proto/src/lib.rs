@@ -13,6 +13,7 @@
 //! * [`digest`]: the sum that proves two sets equal.
 //! * [`hit`]: how long a hit is, for every kind of attention.
 //! * [`fleet`]: the list of engines that index and picker read.
+//! * [`zmtp`]: ZeroMQ's wire protocol, as a codec.
 //! * `wire`: generated gRPC and ext_proc types, with the feature of that name.
 
 pub mod block;
@@ -29,3 +30,4 @@ pub mod residency;
 #[allow(missing_docs, clippy::all)]
 #[path = "gen/mod.rs"]
 pub mod wire;
+pub mod zmtp;

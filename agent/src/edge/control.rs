@@ -2,11 +2,12 @@
 //! makes another wait, and a peer's replies never queue.
 
 use super::listen::{GREETING, STALL, Stream};
-use super::zmtp::{self, Incoming};
+use super::zmtp::{self, Heard};
 use crate::answer::{Answer, Bundle, answer, ready};
 use crate::edge::clock::Clock;
 use crate::feed::Feed;
 use proto::control::Reply;
+use proto::zmtp::{Kind, frame};
 use std::cell::RefCell;
 use std::io::Result;
 use std::rc::Rc;
@@ -51,12 +52,12 @@ pub async fn serve(
     later: Arc<Later>,
     clock: Clock,
 ) -> Result<()> {
-    timeout(GREETING, zmtp::handshake(&mut stream, "ROUTER", &["DEALER", "REQ", "ROUTER"])).await??;
+    let mut wire = timeout(GREETING, zmtp::open(&mut stream, Kind::Router)).await??;
     let mut out = Vec::new();
     loop {
         out.clear();
-        match zmtp::read(&mut stream).await? {
-            Incoming::Message(mut frames) => {
+        match zmtp::read(&mut stream, &mut wire).await? {
+            Heard::Message(mut frames) => {
                 let Some(request) = frames.pop() else { continue };
                 let answer = answer(&mut feed.borrow_mut(), later.bundle.get(), &request, clock.now_ms());
                 let reply = match answer {
@@ -64,11 +65,12 @@ pub async fn serve(
                     Answer::Audit(from) => audit(&later, from).await,
                 };
                 for envelope in frames {
-                    zmtp::frame(&mut out, true, &envelope);
+                    frame(&mut out, true, &envelope);
                 }
-                zmtp::frame(&mut out, false, &reply);
+                frame(&mut out, false, &reply);
             }
-            Incoming::Command(name, body) => out.extend(zmtp::pong(&name, &body).unwrap_or_default()),
+            Heard::Ping(pong) => out.extend(pong),
+            Heard::Command(..) => {}
         }
         timeout(STALL, stream.write_all(&out)).await??;
         out.shrink_to(1 << 12); // a snapshot's piece does not stay with an idle peer

@@ -1,9 +1,10 @@
 //! The publishing socket: every reader is a position in the replay ring.
 
 use super::listen::{GREETING, STALL, Stream};
-use super::zmtp::{self, Incoming};
+use super::zmtp::{self, Heard};
 use crate::feed::Feed;
 use proto::event::seq_frame;
+use proto::zmtp::{Kind, Wire, frame, header};
 use std::cell::RefCell;
 use std::io::{Error, ErrorKind, Result};
 use std::rc::Rc;
@@ -34,30 +35,29 @@ pub async fn serve(
     feed: Rc<RefCell<Feed>>,
     next: watch::Receiver<u64>,
 ) -> Result<()> {
-    timeout(GREETING, zmtp::handshake(&mut stream, "PUB", &["SUB", "XSUB"])).await??;
+    let mut wire = timeout(GREETING, zmtp::open(&mut stream, Kind::Pub)).await??;
     let (mut from, to) = tokio::io::split(stream);
     let wishes = Wishes::default();
     tokio::select! {
-        result = listen(&mut from, &wishes) => result,
+        result = listen(&mut from, &mut wire, &wishes) => result,
         result = speak(to, topic.as_bytes(), &wishes, feed, next) => result,
     }
 }
 
-async fn listen<R: AsyncRead + Unpin>(from: &mut R, wishes: &Wishes) -> Result<()> {
+async fn listen<R: AsyncRead + Unpin>(from: &mut R, wire: &mut Wire, wishes: &Wishes) -> Result<()> {
     loop {
-        let (subscribe, topic) = match zmtp::read(from).await? {
-            Incoming::Message(frames) => match frames.first().and_then(|frame| frame.split_first()) {
+        let (subscribe, topic) = match zmtp::read(from, wire).await? {
+            Heard::Message(frames) => match frames.first().and_then(|frame| frame.split_first()) {
                 Some((1, topic)) => (true, topic.to_vec()),
                 Some((0, topic)) => (false, topic.to_vec()),
                 _ => continue,
             },
-            Incoming::Command(name, topic) if name == b"SUBSCRIBE" => (true, topic),
-            Incoming::Command(name, topic) if name == b"CANCEL" => (false, topic),
-            Incoming::Command(name, body) => {
-                if let Some(pong) = zmtp::pong(&name, &body) {
-                    wishes.pong.replace(Some(pong));
-                    wishes.changed.notify_one();
-                }
+            Heard::Command(name, topic) if name == b"SUBSCRIBE"[..] => (true, topic.to_vec()),
+            Heard::Command(name, topic) if name == b"CANCEL"[..] => (false, topic.to_vec()),
+            Heard::Command(..) => continue,
+            Heard::Ping(pong) => {
+                wishes.pong.replace(Some(pong));
+                wishes.changed.notify_one();
                 continue;
             }
         };
@@ -104,9 +104,9 @@ async fn speak<W: AsyncWrite + Unpin>(
                 }
                 let payload = feed.replay().get(*at).cloned();
                 if let Some(payload) = &payload {
-                    zmtp::frame(&mut out, true, topic);
-                    zmtp::frame(&mut out, true, &seq_frame(*at));
-                    zmtp::header(&mut out, 0, payload.len());
+                    frame(&mut out, true, topic);
+                    frame(&mut out, true, &seq_frame(*at));
+                    header(&mut out, false, payload.len());
                 }
                 *at += 1;
                 payload

@@ -1,6 +1,6 @@
 //! What touches the world: sockets, clocks, threads, files.
 //!
-//! * [`zmtp`]: the connecting side of ZeroMQ's protocol.
+//! * [`zmtp`]: connections that speak ZeroMQ's protocol.
 //! * [`ingest`]: one engine's event stream; [`control`]: asks of its agent.
 //! * [`scribe`]: the one writer: everything that comes through its [`inbox`], in order, into the table.
 //! * [`board`], [`lookup`], [`watch`], [`bundles`]: what readers see.
