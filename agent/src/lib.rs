@@ -21,6 +21,7 @@ pub mod engine;
 pub mod facts;
 pub mod feed;
 pub mod follower;
+pub mod health;
 #[cfg(feature = "python")]
 mod py;
 pub mod record;

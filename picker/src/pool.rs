@@ -74,8 +74,10 @@ pub struct Load {
     pub draining: bool,
     /// Sleeps; its cache is gone.
     pub asleep: bool,
-    /// Adapters loaded.
+    /// Adapters loaded: in a GPU slot.
     pub adapters: Vec<String>,
+    /// Adapters that it knows without having them loaded: asked for by requests that wait, or in the host's memory.
+    pub adapters_known: Vec<String>,
 }
 
 /// What the index knows of one engine.
@@ -138,9 +140,11 @@ impl Engine {
         }
     }
 
-    /// Whether it has an adapter of this name loaded.
+    /// Whether it knows an adapter of this name, loaded or not.
     pub fn has_adapter(&self, name: &str) -> bool {
-        self.known.as_ref().is_some_and(|known| known.load.adapters.iter().any(|a| a == name))
+        self.known.as_ref().is_some_and(|known| {
+            known.load.adapters.iter().chain(&known.load.adapters_known).any(|adapter| adapter == name)
+        })
     }
 }
 

@@ -5,9 +5,8 @@
 //! Fingerprints travel as `bin`, 8 bytes little-endian each: decoding is one copy.
 
 use crate::block::Fingerprint;
-use crate::digest::Digest;
-use crate::hit::Hits;
 use crate::id::{EngineId, Epoch, SetKind};
+pub use crate::state::{Counters, Gpus, Group, HitRule, KindDigest, State};
 use serde::{Deserialize, Serialize};
 
 /// The protocol that this code speaks. Receivers take this one and the one before.
@@ -208,151 +207,6 @@ pub fn picker_request_id(id: &str) -> Option<&str> {
     id.get(at..at + 36)
 }
 
-/// The heartbeat. Sent at least once an interval (100 ms by default), also by an idle engine.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct State {
-    /// Pod and data-parallel rank, as the agent was told.
-    pub engine: EngineId,
-    /// Data-parallel size.
-    #[serde(default)]
-    pub dp_size: u32,
-    /// All names under which the model is served, the first one being the namespace's.
-    pub models: Vec<String>,
-    /// Tokens a block.
-    pub block_size: u32,
-    /// [`crate::block::check`] of the first name, the seed and the block size.
-    pub check: u64,
-    /// The rule by which this engine's hits end.
-    #[serde(default)]
-    pub rule: HitRule,
-    /// The engine's KV cache groups.
-    #[serde(default)]
-    pub groups: Vec<Group>,
-    /// Digest of each kind of set at this seq, after the operations before it in the batch.
-    pub digests: Vec<KindDigest>,
-    /// Requests running.
-    pub running: u32,
-    /// Requests waiting.
-    pub waiting: u32,
-    /// Prompt tokens that are admitted and not yet computed, running and waiting.
-    #[serde(default)]
-    pub backlog_tokens: u64,
-    /// Share of KV blocks in use by live requests, 0 to 1.
-    pub kv_use: f32,
-    /// Most requests that may run at once, 0 if unknown.
-    #[serde(default)]
-    pub max_num_seqs: u32,
-    /// Blocks of the GPU pool.
-    #[serde(default)]
-    pub total_blocks: u64,
-    /// Cached blocks whose tokens the agent cannot know.
-    #[serde(default)]
-    pub unnamed: u64,
-    /// Adapters that run or are thought loaded.
-    #[serde(default)]
-    pub adapters: Vec<String>,
-    /// Adapters that waiting requests ask for.
-    #[serde(default)]
-    pub adapters_waiting: Vec<String>,
-    /// Most adapters at once, 0 without LoRA.
-    #[serde(default)]
-    pub max_adapters: u32,
-    /// Engine steps since the process started.
-    #[serde(default)]
-    pub steps: u64,
-    /// Milliseconds since the last step while work waits; 0 when none waits.
-    #[serde(default)]
-    pub stalled_ms: u64,
-    /// GPU utilization 0 to 1, where it can be measured.
-    #[serde(default)]
-    pub gpu_utilization: Option<f32>,
-    /// 1 = healthy, 0 = failed.
-    #[serde(default = "one")]
-    pub health: f32,
-    /// The engine takes no new requests.
-    #[serde(default)]
-    pub draining: bool,
-    /// The engine sleeps (its cache is gone).
-    #[serde(default)]
-    pub asleep: bool,
-    /// Version of the agent.
-    #[serde(default)]
-    pub agent: String,
-    /// Version of the engine.
-    #[serde(default)]
-    pub engine_version: String,
-    /// Hex digest of the bundle that the control socket serves, "" when there is none yet.
-    #[serde(default)]
-    pub bundle: String,
-    /// The agent's own counters.
-    #[serde(default)]
-    pub counters: Counters,
-}
-
-fn one() -> f32 {
-    1.0
-}
-
-/// What an agent counts about itself. All only grow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Counters {
-    /// Exceptions caught in hooks.
-    pub faults: u64,
-    /// Snapshots cut.
-    pub snapshots: u64,
-    /// Replays answered.
-    pub replays: u64,
-    /// Messages not handed to the socket, because readers lag (their seqs are consumed).
-    pub dropped: u64,
-    /// Times that the publishing socket was renewed because a reader lagged.
-    pub renewals: u64,
-}
-
-/// One KV cache group of the engine.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Group {
-    /// The engine's name of the kind: full_attention, sliding_window, mamba, ...
-    pub kind: String,
-    /// Tokens a block of this group.
-    pub block_size: u32,
-    /// Window or chunk in tokens, 0 for none.
-    #[serde(default)]
-    pub window: u32,
-}
-
-/// How a hit's length follows from the sets.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum HitRule {
-    /// One group of full attention: the closed prefix, never the last token.
-    #[default]
-    Closed,
-    /// By [`crate::hit::find`] over the sets that these name.
-    Sets(Box<Hits>),
-    /// Not known to this agent: credited nothing, and said.
-    Unknown,
-}
-
-impl HitRule {
-    /// Tokens beyond its block that each fingerprint covers.
-    pub fn ahead(&self) -> u32 {
-        match self {
-            HitRule::Sets(hits) => hits.ahead,
-            _ => 0,
-        }
-    }
-}
-
-/// Digest of one kind of set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KindDigest {
-    /// Which set.
-    pub kind: SetKind,
-    /// Its digest.
-    pub digest: Digest,
-}
-
 /// Why bytes are no batch.
 #[derive(Debug, thiserror::Error)]
 pub enum BadBatch {
@@ -397,7 +251,6 @@ impl Batch {
 
     fn check(&self) -> Result<(), BadBatch> {
         let text = |what, text: &str| if text.len() > MAX_TEXT_BYTES { Err(BadBatch::Limit(what)) } else { Ok(()) };
-        let list = |what, len: usize| if len > MAX_LIST { Err(BadBatch::Limit(what)) } else { Ok(()) };
         if self.ops.len() > MAX_OPS {
             return Err(BadBatch::Limit("the number of operations"));
         }
@@ -419,33 +272,7 @@ impl Batch {
                         text("reason", reason)?;
                     }
                 }
-                Op::State(state) => {
-                    list("served names", state.models.len())?;
-                    list("adapters", state.adapters.len().max(state.adapters_waiting.len()))?;
-                    list("groups", state.groups.len())?;
-                    list("digests", state.digests.len())?;
-                    for name in state.models.iter().chain(&state.adapters).chain(&state.adapters_waiting) {
-                        text("name", name)?;
-                    }
-                    for one in [&state.agent, &state.engine_version, &state.bundle] {
-                        text("version", one)?;
-                    }
-                    if let HitRule::Sets(hits) = &state.rule {
-                        if let Some(what) = hits.fault() {
-                            return Err(BadBatch::Limit(what));
-                        }
-                        if hits.unit != state.block_size {
-                            return Err(BadBatch::Limit("the unit of its hits"));
-                        }
-                    }
-                    if state.block_size == 0 || state.block_size > 1 << 16 {
-                        return Err(BadBatch::Limit("block size"));
-                    }
-                    let numbers = [state.kv_use, state.health, state.gpu_utilization.unwrap_or(0.0)];
-                    if numbers.iter().any(|n| !n.is_finite()) {
-                        return Err(BadBatch::Limit("a share that is no number"));
-                    }
-                }
+                Op::State(state) => state.check()?,
                 _ => {}
             }
         }

@@ -1,6 +1,7 @@
 //! Tests of the delta codec.
 
 use super::*;
+use crate::digest::Digest;
 
 /// A heartbeat with every field filled.
 pub(crate) fn state() -> State {
@@ -21,12 +22,16 @@ pub(crate) fn state() -> State {
         total_blocks: 100,
         unnamed: 0,
         adapters: vec!["x".into()],
-        adapters_waiting: vec![],
+        adapters_running: vec!["x".into()],
+        adapters_waiting: vec!["y".into()],
+        adapters_cached: vec!["z".into()],
         max_adapters: 0,
         steps: 7,
         stalled_ms: 0,
         gpu_utilization: None,
-        health: 1.0,
+        gpus: Some(Gpus { count: 2, memory_use: 0.9, throttled: vec!["thermal".into()], ..Gpus::default() }),
+        health: 0.8,
+        ailments: vec!["gpu_throttled".into()],
         draining: false,
         asleep: false,
         agent: "0.1.0".into(),

@@ -6,6 +6,7 @@
 //! * [`block`]: the only place where token ids become [`Fingerprint`](block::Fingerprint)s.
 //! * [`id`]: names of engines, epochs, set kinds.
 //! * [`event`]: what an agent publishes, one [`Batch`](event::Batch) an engine step.
+//! * [`state`]: what an engine says of itself in a heartbeat.
 //! * [`control`]: what is asked of an agent: replay, snapshot, bundle, audit.
 //! * [`native`]: the event dialects of stock engines.
 //! * [`residency`]: physical copies in, changes of the closed set out.
@@ -26,6 +27,7 @@ pub mod hit;
 pub mod id;
 pub mod native;
 pub mod residency;
+pub mod state;
 #[cfg(feature = "wire")]
 #[allow(missing_docs, clippy::all)]
 #[path = "gen/mod.rs"]

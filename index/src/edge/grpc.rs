@@ -228,7 +228,9 @@ fn of_load(status: &Engine, reserved: Reserved) -> wire::Load {
         load.draining = state.draining;
         load.asleep = state.asleep;
         load.adapters = state.adapters.clone();
+        load.adapters_running = state.adapters_running.clone();
         load.adapters_waiting = state.adapters_waiting.clone();
+        load.adapters_cached = state.adapters_cached.clone();
         load.max_adapters = state.max_adapters;
     }
     load

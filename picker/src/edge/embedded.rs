@@ -158,5 +158,6 @@ fn load(status: &answer::Status) -> Load {
         draining: told.draining,
         asleep: told.asleep,
         adapters: told.adapters.clone(),
+        adapters_known: [&told.adapters_running[..], &told.adapters_waiting, &told.adapters_cached].concat(),
     }
 }

@@ -325,6 +325,7 @@ fn load(told: Option<wire::Load>) -> Load {
         draining: told.draining,
         asleep: told.asleep,
         adapters: told.adapters,
+        adapters_known: [told.adapters_running, told.adapters_waiting, told.adapters_cached].concat(),
     }
 }
 

@@ -90,12 +90,20 @@ pub struct Load {
     pub draining: bool,
     #[prost(bool, tag = "11")]
     pub asleep: bool,
+    /// Thought to be in a GPU slot.
     #[prost(string, repeated, tag = "12")]
     pub adapters: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Waiting requests ask for these.
     #[prost(string, repeated, tag = "13")]
     pub adapters_waiting: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(uint32, tag = "14")]
     pub max_adapters: u32,
+    /// Of requests that run: while there are max_adapters of them, requests of others wait.
+    #[prost(string, repeated, tag = "15")]
+    pub adapters_running: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Thought to be in the host's memory and in no GPU slot.
+    #[prost(string, repeated, tag = "16")]
+    pub adapters_cached: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReserveRequest {

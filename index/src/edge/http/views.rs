@@ -59,7 +59,7 @@ fn row(shared: &Shared, status: &Status) -> Value {
     let heartbeat = status.heartbeat.as_deref();
     let reserved = shared.lookup.reserved(status.slot);
     let tally = &status.tally;
-    json!({
+    let mut row = json!({
         "engine": status.engine.to_string(),
         "rank": status.engine.rank,
         "address": status.address,
@@ -82,20 +82,39 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "digest_checks": tally.digest_checks,
         "digest_failures": tally.digest_failures,
         "epochs": tally.epochs,
-        "running": heartbeat.map(|state| state.running),
-        "waiting": heartbeat.map(|state| state.waiting),
         "reserved": reserved.requests,
         "reserved_tokens": reserved.tokens,
-        "backlog_tokens": heartbeat.map(|state| state.backlog_tokens),
-        "kv_use": heartbeat.map(|state| state.kv_use),
-        "adapters": heartbeat.map(|state| &state.adapters),
-        "health": heartbeat.map(|state| state.health),
-        "draining": heartbeat.map(|state| state.draining),
-        "asleep": heartbeat.map(|state| state.asleep),
         "block_size": Some(status.block_size()).filter(|size| *size > 0),
         "models": status.models(),
-        "rule": heartbeat.map(|state| &state.rule),
         "bundle": status.bundle(),
+    });
+    if let (Value::Object(row), Value::Object(told)) = (&mut row, told(heartbeat)) {
+        row.extend(told);
+    }
+    row
+}
+
+/// What the engine says of itself; every field is there, null before the first heartbeat.
+fn told(heartbeat: Option<&proto::event::State>) -> Value {
+    json!({
+        "running": heartbeat.map(|state| state.running),
+        "waiting": heartbeat.map(|state| state.waiting),
+        "backlog_tokens": heartbeat.map(|state| state.backlog_tokens),
+        "kv_use": heartbeat.map(|state| state.kv_use),
+        "steps": heartbeat.map(|state| state.steps),
+        "stalled_ms": heartbeat.map(|state| state.stalled_ms),
+        "adapters": heartbeat.map(|state| &state.adapters),
+        "adapters_running": heartbeat.map(|state| &state.adapters_running),
+        "adapters_waiting": heartbeat.map(|state| &state.adapters_waiting),
+        "adapters_cached": heartbeat.map(|state| &state.adapters_cached),
+        "max_adapters": heartbeat.map(|state| state.max_adapters),
+        "gpu_utilization": heartbeat.and_then(|state| state.gpu_utilization),
+        "gpus": heartbeat.and_then(|state| state.gpus.as_ref()),
+        "health": heartbeat.map(|state| state.health),
+        "ailments": heartbeat.map(|state| &state.ailments),
+        "draining": heartbeat.map(|state| state.draining),
+        "asleep": heartbeat.map(|state| state.asleep),
+        "rule": heartbeat.map(|state| &state.rule),
         "agent": heartbeat.map(|state| &state.agent),
         "engine_version": heartbeat.map(|state| &state.engine_version),
         "agent_counters": heartbeat.map(|state| state.counters),
