@@ -14,6 +14,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
+mod settings;
+
 /// Blocks in one page of an audit: with 32-byte digests, about 180 KiB.
 const AUDIT_BLOCKS: usize = 4096;
 /// Pool blocks looked at for one page, so that the engine is not held up: about 2 ms.
@@ -440,5 +442,6 @@ fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Agent>()?;
     module.add_function(wrap_pyfunction!(hook_cached, module)?)?;
     module.add_function(wrap_pyfunction!(hook_handed_out, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

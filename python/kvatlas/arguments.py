@@ -3,6 +3,8 @@
 A forked or spawned engine has its parent's ``sys.argv``.
 """
 
+from __future__ import annotations
+
 import sys
 
 

@@ -1,5 +1,7 @@
 """The bundle: what the engine really uses to make token ids, as JSON. Its shape is written in picker/src/bundle.rs."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 
@@ -28,7 +30,7 @@ def export(vllm_config: Any) -> bytes:
         "model_type": getattr(model.hf_config, "model_type", ""),
         "models": served_names(model),
         "max_model_len": int(model.max_model_len),
-        "tokenizer": backend.to_str() if hasattr(backend, "to_str") else {},
+        "tokenizer": backend.to_str() if backend is not None and hasattr(backend, "to_str") else {},
         "special_tokens": {} if tokenizer is None else _special(tokenizer),
         "chat_template": templates.pop("default", None),
         "chat_templates": templates,
@@ -79,7 +81,8 @@ def _templates(tokenizer: Any, model_config: Any) -> dict[str, str]:
             from vllm.renderers.hf import resolve_chat_template
         except ImportError:
             return given or tokenizer.get_chat_template(None, tools=tools)
-        return resolve_chat_template(tokenizer, given, tools, model_config=model_config)
+        found: str | None = resolve_chat_template(tokenizer, given, tools, model_config=model_config)
+        return found
 
     def attempt(tools: Any) -> str | None:
         try:
@@ -98,7 +101,7 @@ def _load(given: str) -> str:
     for place in ("vllm.renderers.chat_utils", "vllm.entrypoints.chat_utils"):
         try:
             module = __import__(place, fromlist=["load_chat_template"])
-            return module.load_chat_template(given) or given
+            return str(module.load_chat_template(given) or given)
         except (ImportError, AttributeError):
             continue
     return given
