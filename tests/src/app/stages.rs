@@ -19,7 +19,7 @@ pub enum Stage {
     Rust,
     /// The wheel, and the Python tests against it.
     Python,
-    /// `cargo demo --check`.
+    /// `cargo demo --check`, and which processes of real engines have an agent.
     E2e,
 }
 
@@ -77,13 +77,24 @@ async fn run(places: &Places, stage: Stage) -> Result<bool> {
         Stage::Python => {
             install::engines(places).await?;
             install::wheel(places).await?;
-            let mut command = Command::new(places.python());
-            command.current_dir(&places.root).args(["-m", "pytest", "-p", "no:cacheprovider", "tests/python"]);
-            Process::show("pytest", &mut command)?.finish().await?;
+            pytest(places, "tests/python").await?;
         }
-        Stage::E2e => perform(places.clone(), Demo { check: true, setup: false }).await?,
+        Stage::E2e => {
+            perform(places.clone(), Demo { check: true, setup: false }).await?;
+            pytest(places, "tests/python/test_processes.py").await?;
+        }
     }
     Ok(true)
+}
+
+/// Python tests against the wheel. Those that start engines run only when their file is named.
+async fn pytest(places: &Places, what: &str) -> Result<()> {
+    let mut command = Command::new(places.python());
+    command.current_dir(&places.root).args(["-m", "pytest", "-p", "no:cacheprovider", what]);
+    if what.ends_with(".py") {
+        command.env("KVATLAS_E2E_PROCESSES", "1");
+    }
+    Process::show("pytest", &mut command)?.finish().await.map(|_| ())
 }
 
 fn has(places: &Places, tool: &str) -> bool {
