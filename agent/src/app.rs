@@ -31,11 +31,11 @@ use tokio::sync::watch;
 /// let mut agent = Agent::start(&config, &Facts::plain("tiny", 16, 1000))?;
 /// let prompt: Vec<u32> = (0..40).collect();
 /// let engine = &mut agent.engine;
-/// let request = Request { id: "r1", tokens: &prompt[..], prompt_tokens: 40, adapter: "", salt: "" };
+/// let request = Request { id: "r1", tokens: &prompt[..], prompt_tokens: 40, adapter: "", adapter_path: "", salt: "" };
 /// engine.arrived(&request, vec![], false);
 /// engine.looked_up("r1", &prompt[..], 40, 0, false);
 /// engine.evicted([1, 2, 3].into_iter()); // handed out: they hold nothing any more
-/// engine.cached("r1", &prompt[..], 0, &[Some(1), Some(2)]);
+/// engine.cached("r1", &prompt[..], 0, 0, &[Some(1), Some(2)]);
 /// engine.started("r1");
 /// engine.step_ended();
 /// engine.finished("r1", "stop");

@@ -21,11 +21,25 @@ pub fn parent(link: Link, model: &str, adapter: &str) -> Parent {
     }
 }
 
-/// Runs of changes become chains: additions that follow each other one store, removals one remove. Order is kept.
-pub fn ops<'a>(kind: SetKind, changes: &[Change], model: &str, adapter: impl Fn(Fingerprint) -> &'a str) -> Vec<Op> {
+/// Runs of changes become chains: additions that follow each other one store, removals one remove. Order is kept. Of a
+/// set that is not `closed` all additions in a row are one store.
+pub fn ops<'a>(
+    (kind, closed): (SetKind, bool),
+    changes: &[Change],
+    model: &str,
+    adapter: impl Fn(Fingerprint) -> &'a str,
+) -> Vec<Op> {
     let mut ops: Vec<Op> = Vec::new();
     for change in changes {
         match (*change, ops.last_mut()) {
+            (Change::Added { fp, .. }, Some(Op::Store(store)))
+                if !closed && store.fingerprints.0.len() < MAX_OP_FINGERPRINTS =>
+            {
+                store.fingerprints.0.push(fp);
+            }
+            (Change::Added { fp, .. }, _) if !closed => {
+                ops.push(Op::Store(Store { kind, parent: Parent::Loose, fingerprints: Fingerprints(vec![fp]) }));
+            }
             (Change::Added { parent: Link::Block(before), fp }, Some(Op::Store(store)))
                 if store.fingerprints.0.last() == Some(&before) && store.fingerprints.0.len() < MAX_OP_FINGERPRINTS =>
             {
@@ -88,7 +102,7 @@ mod tests {
             Op::Store(Store { kind: SetKind::Gpu, parent, fingerprints: Fingerprints(list.to_vec()) })
         };
         assert_eq!(
-            ops(SetKind::Gpu, &changes, "m", |_| "a"),
+            ops((SetKind::Gpu, true), &changes, "m", |_| "a"),
             [
                 store(Parent::Root { fp: 1, model: "m".into(), adapter: "a".into() }, &[2, 3]),
                 store(Parent::Block(2), &[4]),
@@ -99,9 +113,19 @@ mod tests {
     }
 
     #[test]
+    fn a_set_that_is_not_closed_has_no_parents() {
+        let added = |parent, fp| Change::Added { parent, fp };
+        let changes = [added(Link::Root(1), 2), added(Link::Block(9), 3), Change::Removed { fp: 2 }];
+        let told = ops((SetKind::S1, false), &changes, "m", |_| "");
+        let store = Store { kind: SetKind::S1, parent: Parent::Loose, fingerprints: Fingerprints(vec![2, 3]) };
+        assert_eq!(told[0], Op::Store(store));
+        assert_eq!(told.len(), 2);
+    }
+
+    #[test]
     fn messages_are_bounded_and_whole_together() {
         let changes: Vec<Change> = (2..200_000).map(|fp| Change::Added { parent: Link::Block(fp - 1), fp }).collect();
-        let messages = split(ops(SetKind::Gpu, &changes, "m", |_| ""));
+        let messages = split(ops((SetKind::Gpu, true), &changes, "m", |_| ""));
         let count = |message: &Vec<Op>| -> usize {
             message.iter().map(|op| if let Op::Store(store) = op { store.fingerprints.0.len() } else { 0 }).sum()
         };

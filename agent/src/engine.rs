@@ -1,10 +1,11 @@
 //! The engine's side: what the engine's thread calls. Nothing here waits or fails; what goes wrong is counted.
 
 use crate::facts::{Counts, Facts};
+use crate::plan::Plan;
 use crate::record::Pen;
-use crate::requests::{Item, Live, Requests, Tokens, adapter_name};
+use crate::requests::{Grain, Item, Live, Requests, Tokens, adapter_name};
 use crate::ring::Writer;
-use crate::slots::Slots;
+use crate::slots::{Key, Slots};
 use proto::block::{Fingerprint, Namespace, root};
 use proto::residency::Link;
 use std::sync::Arc;
@@ -61,13 +62,16 @@ pub struct Request<'a, T: Tokens + ?Sized> {
     pub prompt_tokens: usize,
     /// LoRA adapter name, "" for none.
     pub adapter: &'a str,
+    /// Where the adapter was loaded from, for engines that hash it; else "".
+    pub adapter_path: &'a str,
     /// Cache salt, "" for none.
     pub salt: &'a str,
 }
 
 /// The engine's handle. One thread owns it.
 pub struct Engine {
-    block_size: usize,
+    plan: Plan,
+    grain: Grain,
     model: String,
     seed: u64,
     slots: Slots,
@@ -101,7 +105,8 @@ impl Engine {
         wake: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
         Self {
-            block_size: facts.block_size as usize,
+            grain: Grain { unit: facts.block_size as usize, ahead: facts.plan.hits.ahead as usize },
+            plan: facts.plan.clone(),
             model: model.to_string(),
             seed,
             slots: Slots::new(facts.total_blocks as usize),
@@ -132,14 +137,17 @@ impl Engine {
     /// As [`Engine::arrived`], for a request that is live already: nothing is told of its arrival.
     pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameless: bool) -> u64 {
         let number = self.requests.number();
-        let namespace = Namespace { model: &self.model, adapter: request.adapter, salt: request.salt };
+        let root = root(Namespace { model: &self.model, adapter: request.adapter, salt: request.salt }, self.seed);
         let adapter = self.requests.adapter(request.adapter);
-        let prompt_tokens = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
-        let mut live = Live::new(number, root(namespace, self.seed), adapter.unwrap_or(0), prompt_tokens, items);
-        live.nameless = nameless || adapter.is_none() || self.block_size == 0;
-        if !live.nameless {
-            live.names(request.prompt_tokens / self.block_size, self.block_size, request.tokens);
+        if !request.adapter_path.is_empty() && self.requests.reloaded(adapter.unwrap_or(0), request.adapter_path) {
+            // Its old blocks keep their keys in the engine, but no prompt hits them any more.
+            let held = self.slots.held();
+            self.lose(held.into_iter());
         }
+        let prompt_tokens = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
+        let mut live = Live::new(number, root, adapter.unwrap_or(0), prompt_tokens, items);
+        live.nameless = nameless || adapter.is_none();
+        live.names(self.grain.names(request.prompt_tokens), self.grain, request.tokens);
         self.forget(request.id);
         if self.requests.insert(request.id, live) {
             self.backlog += u64::from(prompt_tokens);
@@ -172,12 +180,18 @@ impl Engine {
         self.slots.lost()
     }
 
-    /// A lookup hit these blocks, the first ones of the request: those that were lost get their names back.
-    pub fn hit(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), blocks: &[Option<u32>]) {
+    /// How many blocks of a group a hit of so many tokens covers wholly.
+    pub fn whole_blocks(&self, group: u32, tokens: usize) -> usize {
+        let block = self.plan.place(group).map_or(0, |place| place.units * self.grain.unit);
+        tokens.checked_div(block).unwrap_or(0)
+    }
+
+    /// A lookup hit these blocks of a group, the first ones of the request: those that were lost get their names back.
+    pub fn hit(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), group: u32, blocks: &[Option<u32>]) {
         let lost = |block: &Option<u32>| block.filter(|block| self.slots.is_lost(*block));
         let lost: Vec<Option<u32>> = blocks.iter().map(lost).collect();
         if lost.iter().any(Option::is_some) {
-            self.cached(id, tokens, 0, &lost);
+            self.cached(id, tokens, group, 0, &lost);
         }
     }
 
@@ -195,43 +209,61 @@ impl Engine {
         let owes = self.slots.owes();
         let Some((live, _)) = self.requests.get(id) else { return };
         live.delivered = u32::try_from(delivered).unwrap_or(u32::MAX);
-        if live.nameless || owes || self.slots.lost() > 0 || self.block_size == 0 {
+        if live.nameless || owes || self.slots.lost() > 0 {
             return;
         }
-        let blocks = if bypassed { 0 } else { total.saturating_sub(1) / self.block_size };
+        let total = if bypassed { 0 } else { total };
+        let blocks = self.grain.names(total);
         let number = live.number;
-        let names = live.names(blocks, self.block_size, tokens);
+        let names = live.names(blocks, self.grain, tokens);
         if names.len() == blocks {
             let seq = self.gauges.published.load(Ordering::Relaxed);
             self.pen.looked(number, seq, total as u64, names);
         }
     }
 
-    /// Physical blocks got keys of a request that is not followed: they have no names.
-    pub fn cached_by_stranger(&mut self, blocks: &[Option<u32>]) {
+    /// Physical blocks of a group got keys of a request that is not followed: they have no names.
+    pub fn cached_by_stranger(&mut self, group: u32, blocks: &[Option<u32>]) {
         self.settle();
+        if self.plan.place(group).is_none() {
+            return;
+        }
         for block in blocks.iter().flatten() {
             self.slots.store_unnamed(&mut self.pen, *block, true);
         }
     }
 
-    /// Physical blocks of a request got keys: `blocks[i]` holds block `first + i` of it, `None` where nothing is
-    /// cached. False, and nothing done, when the request is not followed.
-    pub fn cached(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), first: usize, blocks: &[Option<u32>]) -> bool {
+    /// Physical blocks of a request got keys in a group, each in place of what it had: `blocks[i]` holds block
+    /// `first + i` of the group, `None` where nothing is cached. False, and nothing done, when the request is not
+    /// followed.
+    pub fn cached(
+        &mut self,
+        id: &str,
+        tokens: &(impl Tokens + ?Sized),
+        group: u32,
+        first: usize,
+        blocks: &[Option<u32>],
+    ) -> bool {
         self.settle();
         let Some((live, adapters)) = self.requests.get(id) else { return false };
+        let Some(place) = self.plan.place(group) else { return true };
+        let (units, group) = (place.units, group as u16);
         let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
         let nameless = live.nameless;
-        let names = live.names(first + blocks.len(), self.block_size, tokens);
+        let names = live.names((first + blocks.len()) * units, self.grain, tokens);
+        let name = |block: usize| names.get((block + 1) * units - 1).copied();
+        let parent = |start: usize| match start.checked_sub(1).and_then(name) {
+            Some(before) => Link::Block(before),
+            None => Link::Root(root),
+        };
         let mut strays = 0;
         let mut start = first;
         self.run.clear();
         for (at, block) in (first..).zip(blocks) {
-            let named = block.zip(names.get(at).copied());
+            let named = block.zip(name(at));
             if named.is_none() || self.run.len() == CHAIN {
                 if !self.run.is_empty() {
-                    let parent = if start == 0 { Link::Root(root) } else { Link::Block(names[start - 1]) };
-                    strays += self.slots.store(&mut self.pen, parent, adapter, &self.run);
+                    strays += self.slots.store(&mut self.pen, group, parent(start), adapter, &self.run);
                     self.run.clear();
                 }
                 start = at;
@@ -247,13 +279,60 @@ impl Engine {
             }
         }
         if !self.run.is_empty() {
-            let parent = if start == 0 { Link::Root(root) } else { Link::Block(names[start - 1]) };
-            strays += self.slots.store(&mut self.pen, parent, adapter, &self.run);
+            strays += self.slots.store(&mut self.pen, group, parent(start), adapter, &self.run);
         }
         if strays > 0 {
             self.gauges.fault();
         }
         true
+    }
+
+    /// A physical block of a group got a key for the first `end` tokens of a request, which end inside the block or
+    /// with it; `alone` says that it has no other key now. False, and nothing done, when the request is not followed.
+    pub fn cached_partial(
+        &mut self,
+        id: &str,
+        tokens: &(impl Tokens + ?Sized),
+        group: u32,
+        block: u32,
+        end: usize,
+        alone: bool,
+    ) -> bool {
+        self.settle();
+        let Some((live, adapters)) = self.requests.get(id) else { return false };
+        let Some(place) = self.plan.place(group) else { return true };
+        let units = self.grain.names(end + self.grain.ahead);
+        let (root, number, nameless) = (live.root, live.adapter, live.nameless);
+        let names = live.names(units, self.grain, tokens);
+        let name = |units: usize| units.checked_sub(1).and_then(|at| names.get(at)).copied();
+        let partial = units % place.units != 0;
+        // What it follows is the last whole block of the group before it.
+        let before = (units.saturating_sub(1)) / place.units * place.units;
+        let key = name(units).filter(|_| names.len() == units).map(|fp| Key {
+            fp,
+            parent: name(before).map_or(Link::Root(root), Link::Block),
+            adapter: number,
+            group: group as u16,
+            partial,
+        });
+        let pen = &mut self.pen;
+        if alone {
+            self.slots.evict(pen, std::iter::once(block));
+        }
+        let done = match key {
+            Some(key) => self.slots.add(pen, block, key, adapter_name(adapters, number)),
+            None => self.slots.store_unnamed(pen, block, !nameless),
+        };
+        if !done {
+            self.gauges.fault();
+        }
+        true
+    }
+
+    /// The keys of one physical block were given to another.
+    pub fn moved(&mut self, from: u32, to: u32) {
+        self.settle();
+        self.slots.moved(&mut self.pen, from, to);
     }
 
     /// Physical blocks were handed out or evicted: they have no key any more.

@@ -1,5 +1,6 @@
 //! What the engine tells about itself: once at the start, and once a step.
 
+use crate::plan::Plan;
 use proto::event::{Group, HitRule};
 
 /// What does not change while the engine lives.
@@ -11,7 +12,7 @@ pub struct Facts {
     pub dp_size: u32,
     /// Served names; the first is the namespace's unless `KVATLAS_MODEL` says another.
     pub models: Vec<String>,
-    /// Tokens a block.
+    /// Tokens from one fingerprint to the next: the engine's hash block size.
     pub block_size: u32,
     /// Physical blocks of the pool: block ids are below it.
     pub total_blocks: u32,
@@ -19,8 +20,10 @@ pub struct Facts {
     pub max_num_seqs: u32,
     /// Most adapters at once, 0 without LoRA.
     pub max_adapters: u32,
-    /// The rule by which this engine's hits end.
-    pub rule: HitRule,
+    /// Is it known how hits end? Otherwise nothing is published of the blocks.
+    pub known: bool,
+    /// What is published of which group, and how hits end.
+    pub plan: Plan,
     /// The engine's KV cache groups.
     pub groups: Vec<Group>,
     /// The engine's version.
@@ -28,6 +31,15 @@ pub struct Facts {
 }
 
 impl Facts {
+    /// The rule by which this engine's hits end.
+    pub fn rule(&self) -> HitRule {
+        match self.known {
+            false => HitRule::Unknown,
+            true if self.plan.hits.is_plain() => HitRule::Closed,
+            true => HitRule::Sets(Box::new(self.plan.hits.clone())),
+        }
+    }
+
     /// An engine with one full-attention group, as most models have it.
     pub fn plain(model: &str, block_size: u32, total_blocks: u32) -> Self {
         Self {
@@ -38,7 +50,8 @@ impl Facts {
             total_blocks,
             max_num_seqs: 0,
             max_adapters: 0,
-            rule: HitRule::Closed,
+            known: true,
+            plan: Plan::plain(block_size, [0, 32, 0]),
             groups: vec![Group { kind: "full_attention".to_string(), block_size, window: 0 }],
             engine_version: String::new(),
         }

@@ -35,8 +35,7 @@ pub struct Feed {
 impl Feed {
     /// Publishes what the other end of `ring` tells.
     pub fn new(identity: Identity, facts: Facts, ring: Reader, gauges: Arc<Gauges>, heartbeat_ms: u64) -> Self {
-        let follower =
-            Follower::new(facts.block_size as usize, facts.total_blocks as usize, facts.max_adapters as usize);
+        let follower = Follower::new(facts.plan.clone(), facts.total_blocks as usize, facts.max_adapters as usize);
         Self {
             identity,
             facts,
@@ -64,7 +63,7 @@ impl Feed {
         &self.replay
     }
 
-    /// The reachable set.
+    /// What is followed.
     pub fn follower(&self) -> &Follower {
         &self.follower
     }
@@ -113,10 +112,15 @@ impl Feed {
             ops.push(Op::Clear(Clear { kind: None }));
         }
         let follower = &self.follower;
-        ops.extend(batch::ops(SetKind::Gpu, &self.step.changes, &self.identity.model, |root| follower.adapter(root)));
+        for kind in SetKind::ALL {
+            let (changes, closed) = (&self.step.changes[kind.index()], follower.sets().closed(kind));
+            ops.extend(batch::ops((kind, closed), changes, &self.identity.model, |root| follower.adapter(root)));
+        }
         ops.extend(self.step.lives.drain(..).map(Op::Life));
-        self.step.changes.clear();
-        self.step.changes.shrink_to(1 << 12);
+        for changes in &mut self.step.changes {
+            changes.clear();
+            changes.shrink_to(1 << 12);
+        }
         self.follower.told();
         let mut messages = batch::split(ops);
         if beat && let Some(last) = messages.last_mut() {
@@ -149,7 +153,7 @@ impl Feed {
         self.cuts.begin(
             self.identity.epoch,
             self.replay.next(),
-            follower.residency(),
+            follower.sets(),
             &self.identity.model,
             |root| follower.adapter(root),
             now_ms,

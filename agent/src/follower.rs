@@ -1,18 +1,20 @@
-//! The publisher's side of the truth: the engine's records in, changes of the reachable set out.
+//! The publisher's side of the truth: the engine's records in, changes of the published sets out.
 
+use crate::plan::Plan;
 use crate::record::Record;
-use proto::block::{Fingerprint, cached_tokens};
+use crate::resident::{Changes, Resident};
+use proto::block::Fingerprint;
 use proto::event::Life;
-use proto::residency::{Change, FingerprintMap, Link, Residency};
+use proto::residency::{FingerprintMap, Link};
 use std::collections::{HashMap, VecDeque};
 
 /// What one publisher step gathered.
 #[derive(Debug, Default)]
 pub struct Step {
-    /// The set was emptied before the changes.
+    /// All sets were emptied before the changes.
     pub cleared: bool,
-    /// Changes of the reachable set, in order.
-    pub changes: Vec<Change>,
+    /// Changes of the sets.
+    pub changes: Changes,
     /// Steps in the lives of requests.
     pub lives: Vec<Life>,
 }
@@ -20,16 +22,18 @@ pub struct Step {
 impl Step {
     /// Nothing happened.
     pub fn is_empty(&self) -> bool {
-        !self.cleared && self.changes.is_empty() && self.lives.is_empty()
+        !self.cleared && self.changes.iter().all(Vec::is_empty) && self.lives.is_empty()
     }
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Held {
-    // 0: empty. UNNAMED: cached, unknown.
+    // 0: empty, or cached and unknown.
     fp: Fingerprint,
     // The root that it follows, where its adapter's name is kept; 0 otherwise.
     root: Fingerprint,
+    group: u32,
+    partial: bool,
     unnamed: bool,
 }
 
@@ -48,13 +52,14 @@ struct Adapters {
     recent: VecDeque<String>,
 }
 
-/// The reachable set of one engine's GPU tier.
+/// What one engine's blocks hold, and its sets.
 #[derive(Debug)]
 pub struct Follower {
-    block_size: usize,
     max_adapters: usize,
     held: Vec<Held>,
-    residency: Residency,
+    // Further keys of blocks that have several.
+    more: HashMap<u64, Vec<Held>>,
+    sets: Resident,
     // Roots of adapters: as many as have a copy, and those that lost theirs in this step.
     roots: FingerprintMap<RootName>,
     lost_roots: bool,
@@ -66,12 +71,12 @@ pub struct Follower {
 
 impl Follower {
     /// Follows a pool of `blocks` blocks.
-    pub fn new(block_size: usize, blocks: usize, max_adapters: usize) -> Self {
+    pub fn new(plan: Plan, blocks: usize, max_adapters: usize) -> Self {
         Self {
-            block_size,
             max_adapters,
             held: vec![Held::default(); blocks],
-            residency: Residency::new(),
+            more: HashMap::new(),
+            sets: Resident::new(plan),
             roots: FingerprintMap::default(),
             lost_roots: false,
             predictions: HashMap::new(),
@@ -80,9 +85,9 @@ impl Follower {
         }
     }
 
-    /// The reachable set.
-    pub fn residency(&self) -> &Residency {
-        &self.residency
+    /// The sets.
+    pub fn sets(&self) -> &Resident {
+        &self.sets
     }
 
     /// Cached blocks without a name.
@@ -116,7 +121,26 @@ impl Follower {
     /// Applies one record.
     pub fn apply(&mut self, record: Record<'_>, step: &mut Step) {
         match record {
-            Record::Stored { parent, adapter, pairs } => self.store(parent, adapter, pairs, step),
+            Record::Stored { group, parent, adapter, pairs } => {
+                let mut before = parent;
+                for pair in pairs.chunks_exact(2) {
+                    self.empty(pair[0], step);
+                    self.add(pair[0], (group, false), pair[1], (before, &adapter), step);
+                    before = Link::Block(pair[1]);
+                }
+            }
+            Record::Added { group, partial, parent, adapter, block, fp } => {
+                self.add(block, (group, partial), fp, (parent, &adapter), step);
+            }
+            Record::Moved { from, to } => {
+                self.empty(to, step);
+                if let (true, Some(held)) = (self.held.len() as u64 > to, self.held.get_mut(from as usize)) {
+                    self.held[to as usize] = std::mem::take(held);
+                    if let Some(more) = self.more.remove(&from) {
+                        self.more.insert(to, more);
+                    }
+                }
+            }
             Record::Unnamed { blocks } => {
                 for block in blocks {
                     self.empty(*block, step);
@@ -129,16 +153,17 @@ impl Follower {
             Record::Evicted { blocks } => blocks.iter().for_each(|block| self.empty(*block, step)),
             Record::Cleared => {
                 self.held.fill(Held::default());
-                self.residency.clear();
+                self.more.clear();
+                self.sets.clear();
                 self.roots.clear();
                 self.unnamed = 0;
-                step.changes.clear();
+                step.changes.iter_mut().for_each(Vec::clear);
                 step.cleared = true;
             }
             Record::Looked { request, seq, tokens, prompt } => {
-                let depth = self.residency.depth(prompt);
-                let tokens = cached_tokens(depth, self.block_size, tokens as usize);
-                self.predictions.insert(request, (u32::try_from(tokens).unwrap_or(u32::MAX), seq));
+                if let Some(tokens) = self.sets.hit(prompt, tokens as usize) {
+                    self.predictions.insert(request, (u32::try_from(tokens).unwrap_or(u32::MAX), seq));
+                }
             }
             Record::Arrived { request, id, adapter } => {
                 if !adapter.is_empty() {
@@ -175,39 +200,43 @@ impl Follower {
         }
     }
 
-    fn store(&mut self, parent: Link, adapter: String, pairs: &[u64], step: &mut Step) {
-        let mut before = parent;
-        for pair in pairs.chunks_exact(2) {
-            let (block, fp) = (pair[0], pair[1]);
-            self.empty(block, step);
-            if let Some(held) = self.held.get_mut(block as usize) {
-                held.fp = fp;
-                if let Link::Root(root) = before
-                    && !adapter.is_empty()
-                {
-                    held.root = root;
-                    let name = || RootName { adapter: adapter.clone(), copies: 0 };
-                    self.roots.entry(root).or_insert_with(name).copies += 1;
-                }
-                self.residency.add(fp, before, &mut step.changes);
-            }
-            before = Link::Block(fp);
+    fn add(
+        &mut self,
+        block: u64,
+        (group, partial): (u32, bool),
+        fp: Fingerprint,
+        (parent, adapter): (Link, &str),
+        step: &mut Step,
+    ) {
+        let Some(first) = self.held.get_mut(block as usize) else { return };
+        let mut held = Held { fp, root: 0, group, partial, unnamed: false };
+        if let Link::Root(root) = parent
+            && !adapter.is_empty()
+        {
+            held.root = root;
+            let name = || RootName { adapter: adapter.to_string(), copies: 0 };
+            self.roots.entry(root).or_insert_with(name).copies += 1;
         }
+        if first.fp == 0 && !first.unnamed {
+            *first = held;
+        } else {
+            self.more.entry(block).or_default().push(held);
+        }
+        self.sets.add(group, fp, parent, partial, &mut step.changes);
     }
 
     fn empty(&mut self, block: u64, step: &mut Step) {
-        let Some(held) = self.held.get_mut(block as usize).map(std::mem::take) else { return };
-        if held.unnamed {
+        let Some(first) = self.held.get_mut(block as usize).map(std::mem::take) else { return };
+        if first.unnamed {
             self.unnamed -= 1;
         }
-        if held.root != 0
-            && let Some(root) = self.roots.get_mut(&held.root)
-        {
-            root.copies -= 1;
-            self.lost_roots |= root.copies == 0;
-        }
-        if held.fp != 0 {
-            self.residency.drop(held.fp, &mut step.changes);
+        let more = if self.more.is_empty() { None } else { self.more.remove(&block) };
+        for held in std::iter::once(first).chain(more.into_iter().flatten()).filter(|held| held.fp != 0) {
+            if let Some(root) = self.roots.get_mut(&held.root).filter(|_| held.root != 0) {
+                root.copies -= 1;
+                self.lost_roots |= root.copies == 0;
+            }
+            self.sets.drop(held.group, held.fp, held.partial, &mut step.changes);
         }
     }
 }

@@ -6,8 +6,8 @@
 //! ([`follower`]), and gives each engine step a message ([`feed`]) that any number of readers follow.
 //!
 //! Pure, at the root: [`ring`] and [`record`] (what crosses the threads), [`slots`] (what each physical block holds),
-//! [`requests`] (names of the blocks of live requests), [`engine`] (the engine's side), [`follower`], [`batch`],
-//! [`replay`], [`snapshot`], [`state`], [`feed`], [`answer`] (the publisher's side), [`address`].
+//! [`plan`] (which group feeds which set), [`requests`] (names of the blocks of live requests), [`engine`] (the engine's
+//! side), [`follower`], [`resident`] (what is resident, and the sets), [`batch`], [`replay`], [`snapshot`], [`state`], [`feed`], [`answer`] (the publisher's side), [`address`].
 //! What touches the world: [`edge`]. Both meet in [`app`]; [`config`] reads the environment; `py` (feature `python`)
 //! is the skin for vLLM.
 
@@ -22,11 +22,13 @@ pub mod facts;
 pub mod feed;
 pub mod follower;
 pub mod health;
+pub mod plan;
 #[cfg(feature = "python")]
 mod py;
 pub mod record;
 pub mod replay;
 pub mod requests;
+pub mod resident;
 pub mod ring;
 pub mod slots;
 pub mod snapshot;

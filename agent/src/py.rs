@@ -5,14 +5,16 @@
 
 use crate::config;
 use crate::edge::control::AuditPage;
-use crate::engine::Request;
 use crate::facts::{Counts, Facts};
-use crate::requests::{Item, Tokens};
-use proto::event::{Group, HitRule};
+use crate::plan::Plan;
+use proto::event::Group;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+mod read;
+use read::{Ids, argument, block_id, described, ids, optional, plan, text};
 
 mod settings;
 
@@ -21,100 +23,22 @@ const AUDIT_BLOCKS: usize = 4096;
 /// Pool blocks looked at for one page, so that the engine is not held up: about 2 ms.
 const AUDIT_LOOKS: u64 = 1 << 15;
 
-/// Token ids as the engine keeps them: a list of ints.
-struct Ids<'a, 'py>(&'a Bound<'py, PyList>);
-
-impl Tokens for Ids<'_, '_> {
-    fn read(&self, from: usize, out: &mut [u32]) -> bool {
-        if self.0.len() < from + out.len() {
-            return false;
-        }
-        out.iter_mut().enumerate().all(|(i, out)| match self.0.get_item(from + i).and_then(|id| id.extract()) {
-            Ok(id) => {
-                *out = id;
-                true
-            }
-            Err(_) => false, // a placeholder, as prompt embeddings have them
-        })
-    }
-}
-
 /// The agent of one scheduler.
 #[pyclass(module = "kvatlas._agent", weakref)]
 struct Agent {
     running: Option<crate::Agent>,
     null_block: Option<u32>,
     publishes: bool,
+    // The engine hashes where an adapter was loaded from.
+    paths: bool,
     blocks: Vec<Option<u32>>,
-}
-
-fn text<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
-    value.cast::<PyString>()?.to_str()
-}
-
-fn optional<'py>(object: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    Ok(object.getattr_opt(name)?.filter(|value| !value.is_none()))
-}
-
-fn argument<'py>(kwargs: &Bound<'py, PyDict>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyAny>> {
-    let missing = || PyValueError::new_err(format!("cache_full_blocks was called without {name}"));
-    kwargs.get_item(name)?.ok_or_else(missing)
-}
-
-fn block_id(block: &Bound<'_, PyAny>) -> PyResult<u32> {
-    block.getattr(intern!(block.py(), "block_id"))?.extract()
-}
-
-fn ids<'py>(request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-    Ok(request.getattr(intern!(request.py(), "_all_token_ids"))?.cast_into::<PyList>()?)
-}
-
-/// Calls `with` with the request as the engine's handle wants it.
-fn described<R>(
-    request: &Bound<'_, PyAny>,
-    with: impl FnOnce(&Request<'_, Ids<'_, '_>>, Vec<Item>, bool) -> R,
-) -> PyResult<R> {
-    let py = request.py();
-    let id = request.getattr(intern!(py, "request_id"))?;
-    let tokens = ids(request)?;
-    let prompt_tokens: usize = request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?;
-    let adapter = match optional(request, intern!(py, "lora_request"))? {
-        Some(lora) => Some(lora.getattr(intern!(py, "lora_name"))?),
-        None => None,
-    };
-    let salt = optional(request, intern!(py, "cache_salt"))?;
-    let nameless = optional(request, intern!(py, "prompt_embeds"))?.is_some();
-    let mut items = Vec::new();
-    let mut strange = false;
-    if let Some(features) = optional(request, intern!(py, "mm_features"))? {
-        for feature in features.try_iter()? {
-            let feature = feature?;
-            let position = feature.getattr(intern!(py, "mm_position"))?;
-            match optional(&feature, intern!(py, "identifier"))? {
-                Some(identifier) => items.push(Item {
-                    identifier: text(&identifier)?.to_string(),
-                    start: position.getattr(intern!(py, "offset"))?.extract()?,
-                    length: position.getattr(intern!(py, "length"))?.extract()?,
-                }),
-                None => strange = true,
-            }
-        }
-    }
-    let request = Request {
-        id: text(&id)?,
-        tokens: &Ids(&tokens),
-        prompt_tokens,
-        adapter: adapter.as_ref().map(text).transpose()?.unwrap_or(""),
-        salt: salt.as_ref().map(text).transpose()?.unwrap_or(""),
-    };
-    Ok(with(&request, items, nameless || strange))
 }
 
 #[pymethods]
 impl Agent {
     /// Starts an agent; `None` when the settings turn it off.
     #[staticmethod]
-    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", doubt=None))]
+    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", rules=None, doubt=None))]
     #[allow(clippy::too_many_arguments)]
     fn start(
         pool: &Bound<'_, PyAny>,
@@ -127,6 +51,7 @@ impl Agent {
         max_num_seqs: u32,
         max_adapters: u32,
         engine_version: &str,
+        rules: Option<&Bound<'_, PyDict>>,
         doubt: Option<&str>,
     ) -> PyResult<Option<Self>> {
         let config = match config::from_env() {
@@ -145,26 +70,31 @@ impl Agent {
         }
         let groups: Vec<Group> =
             groups.into_iter().map(|(kind, block_size, window)| Group { kind, block_size, window }).collect();
-        let plain = matches!(&groups[..], [one] if one.window == 0 && one.kind.contains("full_attention"))
-            || matches!(&groups[..], [one] if one.window == 0 && one.kind == "mla_attention");
-        let rule = if plain && doubt.is_none() { HitRule::Closed } else { HitRule::Unknown };
-        if rule == HitRule::Unknown {
+        // The engine's own search decides where hits end; what is not known is not published.
+        let (plan, doubt) = match rules.map(plan) {
+            Some(Ok(plan)) => (Some(plan), None),
+            Some(Err(error)) => (None, Some(error.to_string())),
+            None => (None, doubt.map(str::to_string)),
+        };
+        let known = plan.is_some();
+        let plan = plan.unwrap_or_else(|| Plan::plain(block_size, [0, 0, 0]));
+        if !known {
             tracing::warn!(
                 ?groups,
                 doubt,
                 "this version does not know how far hits of this model reach: the engine is credited nothing"
             );
         }
-        let publishes = rule == HitRule::Closed;
         let facts = Facts {
             rank,
             dp_size,
             models,
-            block_size,
+            block_size: if known { plan.hits.unit } else { block_size },
             total_blocks,
             max_num_seqs,
             max_adapters,
-            rule,
+            known,
+            plan,
             groups,
             engine_version: engine_version.to_string(),
         };
@@ -177,7 +107,8 @@ impl Agent {
         running
             .publisher
             .set_auditor(Box::new(move |from| Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()));
-        Ok(Some(Self { running: Some(running), null_block, publishes, blocks: Vec::new() }))
+        let paths = facts.plan.hits.version >= [0, 31, 0];
+        Ok(Some(Self { running: Some(running), null_block, publishes: known, paths, blocks: Vec::new() }))
     }
 
     /// Where messages are published; "" when the agent was forgotten.
@@ -211,13 +142,13 @@ impl Agent {
     /// `Scheduler.add_request(request)` returned.
     fn arrived(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, |request, items, nameless| agent.engine.arrived(request, items, nameless))
+        described(request, self.paths, |request, items, nameless| agent.engine.arrived(request, items, nameless))
     }
 
     /// The tokens of a live request were replaced.
     fn replaced(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+        described(request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
         Ok(())
     }
 
@@ -228,18 +159,22 @@ impl Agent {
         let id = request.getattr(intern!(py, "request_id"))?;
         let (id, tokens) = (text(&id)?, ids(request)?);
         if !agent.engine.knows(id) {
-            described(request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            described(request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
         agent.engine.looked_up(id, &tokens, tokens.0.len(), delivered, bypassed);
         if agent.engine.lost() > 0 && self.publishes {
             let groups = result.get_item(0)?.getattr(intern!(py, "blocks"))?;
-            self.blocks.clear();
-            for block in groups.get_item(0)?.try_iter()? {
-                self.blocks.push(Some(block_id(&block?)?));
+            for (group, blocks) in (0..).zip(groups.try_iter()?) {
+                self.blocks.clear();
+                for block in blocks?.try_iter()? {
+                    self.blocks.push(Some(block_id(&block?)?).filter(|id| Some(*id) != self.null_block));
+                }
+                // A hit may end inside its last block: that one keeps its loss.
+                self.blocks.truncate(agent.engine.whole_blocks(group, delivered));
+                agent.engine.hit(id, &tokens, group, &self.blocks);
             }
-            agent.engine.hit(id, &tokens, &self.blocks);
         }
         Ok(())
     }
@@ -253,6 +188,7 @@ impl Agent {
         if !self.publishes || first >= end {
             return Ok(());
         }
+        let group: u32 = argument(kwargs, intern!(py, "kv_cache_group_id"))?.extract()?;
         let request = argument(kwargs, intern!(py, "request"))?;
         let blocks = argument(kwargs, intern!(py, "blocks"))?.cast_into::<PyList>()?;
         let mask = kwargs.get_item(intern!(py, "block_mask"))?.filter(|mask| !mask.is_none());
@@ -269,12 +205,45 @@ impl Agent {
         let id = text(&id)?;
         let tokens = ids(&request)?;
         let tokens = Ids(&tokens);
-        if !agent.engine.cached(id, &tokens, first, &self.blocks) {
-            described(&request, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
-            if !agent.engine.cached(id, &tokens, first, &self.blocks) {
-                agent.engine.cached_by_stranger(&self.blocks);
+        if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
+            described(&request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
+                agent.engine.cached_by_stranger(group, &self.blocks);
             }
         }
+        Ok(())
+    }
+
+    /// `BlockPool.cache_partial_block(**kwargs)` of `pool` returned `key`: the block can be hit at a place inside it.
+    fn cached_partial(
+        &mut self,
+        pool: &Bound<'_, PyAny>,
+        kwargs: &Bound<'_, PyDict>,
+        key: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let Some(agent) = self.running.as_mut().filter(|_| self.publishes && !key.is_none()) else { return Ok(()) };
+        let py = kwargs.py();
+        let block = argument(kwargs, intern!(py, "block"))?;
+        let group: u32 = argument(kwargs, intern!(py, "kv_cache_group_id"))?.extract()?;
+        let end: usize = argument(kwargs, intern!(py, "num_tokens"))?.extract()?;
+        let request = argument(kwargs, intern!(py, "request"))?;
+        let id = request.getattr(intern!(py, "request_id"))?;
+        let (id, tokens, block) = (text(&id)?, ids(&request)?, block_id(&block)?);
+        // What the block had before is gone unless the pool keeps further keys of it.
+        let more = pool.getattr(intern!(py, "cached_block_hashes_by_block"))?.cast_into::<PyDict>()?;
+        let alone = more.get_item(block)?.is_none_or(|keys| keys.is_truthy().is_ok_and(|some| !some));
+        let tokens = Ids(&tokens);
+        if !agent.engine.cached_partial(id, &tokens, group, block, end, alone) {
+            described(&request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            agent.engine.cached_partial(id, &tokens, group, block, end, alone);
+        }
+        Ok(())
+    }
+
+    /// `BlockPool.move_block_hashes(from, to)` returned.
+    fn moved(&mut self, from: &Bound<'_, PyAny>, to: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(agent) = self.running.as_mut().filter(|_| self.publishes) else { return Ok(()) };
+        agent.engine.moved(block_id(from)?, block_id(to)?);
         Ok(())
     }
 

@@ -3,20 +3,46 @@
 //! Because the order is kept, a lookup's prediction is exact: the publisher knows the set at that very place.
 
 use crate::ring::Writer;
+use crate::slots::Key;
 use proto::block::Fingerprint;
 use proto::residency::Link;
 
 /// One doing of the engine, as the publisher reads it.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Record<'a> {
-    /// Physical blocks got keys; the first follows `parent`, each other one the one before it.
+    /// Physical blocks of a group got keys, each in place of what it had; the first follows `parent`, each other one
+    /// the one before it.
     Stored {
+        /// The KV cache group.
+        group: u32,
         /// What the first follows.
         parent: Link,
         /// Adapter of a root, "" for none and for other parents.
         adapter: String,
         /// Block id and fingerprint by turns.
         pairs: &'a [u64],
+    },
+    /// A physical block got one more key.
+    Added {
+        /// The KV cache group.
+        group: u32,
+        /// It ends inside the block.
+        partial: bool,
+        /// What it follows.
+        parent: Link,
+        /// Adapter of a root, "" for none and for other parents.
+        adapter: String,
+        /// Block id.
+        block: u64,
+        /// The key's fingerprint.
+        fp: Fingerprint,
+    },
+    /// What one physical block had, another has now; the first is empty.
+    Moved {
+        /// Block id.
+        from: u64,
+        /// Block id.
+        to: u64,
     },
     /// Physical blocks got keys whose tokens the agent does not know.
     Unnamed {
@@ -38,7 +64,7 @@ pub enum Record<'a> {
         seq: u64,
         /// Tokens looked up.
         tokens: u64,
-        /// Fingerprints of the blocks that could be hit.
+        /// Fingerprints of all full blocks that the engine has hashes of.
         prompt: &'a [Fingerprint],
     },
     /// A request entered the scheduler.
@@ -81,6 +107,12 @@ const LOOKED: u8 = 6;
 const ARRIVED: u8 = 7;
 const STARTED: u8 = 8;
 const FINISHED: u8 = 9;
+const ADDED_AFTER_ROOT: u8 = 10;
+const ADDED_AFTER_BLOCK: u8 = 11;
+const MOVED: u8 = 12;
+
+/// Beside a group in one word: the key ends inside the block.
+const PARTIAL: u64 = 1 << 32;
 
 /// Writes records; the scratch space is kept, so that writing does not allocate.
 #[derive(Debug)]
@@ -104,15 +136,38 @@ impl Pen {
     }
 
     /// [`Record::Stored`]. False when there was no room, like all of these.
-    pub fn stored(&mut self, parent: Link, adapter: &str, pairs: impl Iterator<Item = (u32, Fingerprint)>) -> bool {
+    pub fn stored(
+        &mut self,
+        group: u32,
+        parent: Link,
+        adapter: &str,
+        pairs: impl Iterator<Item = (u32, Fingerprint)>,
+    ) -> bool {
         let kind = if matches!(parent, Link::Root(_)) { AFTER_ROOT } else { AFTER_BLOCK };
         self.write(kind, |out| {
-            out.push(parent.fingerprint());
+            out.extend([u64::from(group), parent.fingerprint()]);
             if kind == AFTER_ROOT {
                 put_text(out, adapter);
             }
             pairs.for_each(|(block, fp)| out.extend([u64::from(block), fp]));
         })
+    }
+
+    /// [`Record::Added`].
+    pub fn added(&mut self, key: &Key, adapter: &str, block: u32) -> bool {
+        let kind = if matches!(key.parent, Link::Root(_)) { ADDED_AFTER_ROOT } else { ADDED_AFTER_BLOCK };
+        self.write(kind, |out| {
+            let partial = if key.partial { PARTIAL } else { 0 };
+            out.extend([u64::from(key.group) | partial, key.parent.fingerprint(), u64::from(block), key.fp]);
+            if kind == ADDED_AFTER_ROOT {
+                put_text(out, adapter);
+            }
+        })
+    }
+
+    /// [`Record::Moved`].
+    pub fn moved(&mut self, from: u32, to: u32) -> bool {
+        self.write(MOVED, |out| out.extend([u64::from(from), u64::from(to)]))
     }
 
     /// [`Record::Unnamed`].
@@ -205,10 +260,23 @@ impl<'a> Record<'a> {
         let w = &mut words;
         Some(match kind {
             AFTER_ROOT => {
-                let (parent, adapter) = (Link::Root(take(w)?), take_text(w)?);
-                Record::Stored { parent, adapter, pairs: w }
+                let (group, parent, adapter) = (take(w)? as u32, Link::Root(take(w)?), take_text(w)?);
+                Record::Stored { group, parent, adapter, pairs: w }
             }
-            AFTER_BLOCK => Record::Stored { parent: Link::Block(take(w)?), adapter: String::new(), pairs: w },
+            AFTER_BLOCK => {
+                let (group, parent) = (take(w)? as u32, Link::Block(take(w)?));
+                Record::Stored { group, parent, adapter: String::new(), pairs: w }
+            }
+            ADDED_AFTER_ROOT | ADDED_AFTER_BLOCK => {
+                let (group, parent, block, fp) = (take(w)?, take(w)?, take(w)?, take(w)?);
+                let partial = group & PARTIAL != 0;
+                let (parent, adapter) = match kind {
+                    ADDED_AFTER_ROOT => (Link::Root(parent), take_text(w)?),
+                    _ => (Link::Block(parent), String::new()),
+                };
+                Record::Added { group: group as u32, partial, parent, adapter, block, fp }
+            }
+            MOVED => Record::Moved { from: take(w)?, to: take(w)? },
             UNNAMED => Record::Unnamed { blocks: w },
             EVICTED => Record::Evicted { blocks: w },
             CLEARED => Record::Cleared,
@@ -237,8 +305,11 @@ mod tests {
         let (writer, mut reader) = ring::ring(0);
         let mut pen = Pen::new(writer);
         let long = "é".repeat(600);
-        assert!(pen.stored(Link::Root(9), "adapter-x", [(3, 11), (4, 12)].into_iter()));
-        assert!(pen.stored(Link::Block(9), "", [(5, 13)].into_iter()));
+        assert!(pen.stored(0, Link::Root(9), "adapter-x", [(3, 11), (4, 12)].into_iter()));
+        assert!(pen.stored(2, Link::Block(9), "", [(5, 13)].into_iter()));
+        let key = Key { fp: 14, parent: Link::Root(9), adapter: 1, group: 1, partial: true };
+        assert!(pen.added(&key, "adapter-x", 5) && pen.moved(5, 6));
+        assert!(pen.added(&Key { parent: Link::Block(13), partial: false, ..key }, "", 5));
         assert!(pen.unnamed(&[6]) && pen.evicted(&[3, 4]) && pen.cleared());
         assert!(pen.looked(7, 8, 33, &[11, 12]));
         assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16));
@@ -248,8 +319,13 @@ mod tests {
             let kind = reader.pop(&mut words).unwrap_or(0);
             assert_eq!(Record::read(kind, &words), Some(expected));
         };
-        next(Record::Stored { parent: Link::Root(9), adapter: "adapter-x".into(), pairs: &[3, 11, 4, 12] });
-        next(Record::Stored { parent: Link::Block(9), adapter: String::new(), pairs: &[5, 13] });
+        let adapter = || "adapter-x".to_string();
+        next(Record::Stored { group: 0, parent: Link::Root(9), adapter: adapter(), pairs: &[3, 11, 4, 12] });
+        next(Record::Stored { group: 2, parent: Link::Block(9), adapter: String::new(), pairs: &[5, 13] });
+        let added = |partial, parent, adapter| Record::Added { group: 1, partial, parent, adapter, block: 5, fp: 14 };
+        next(added(true, Link::Root(9), adapter()));
+        next(Record::Moved { from: 5, to: 6 });
+        next(added(false, Link::Block(13), String::new()));
         next(Record::Unnamed { blocks: &[6] });
         next(Record::Evicted { blocks: &[3, 4] });
         next(Record::Cleared);

@@ -58,6 +58,22 @@ pub struct Live {
     fingerprints: Vec<Fingerprint>,
 }
 
+/// What a fingerprint covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grain {
+    /// Tokens from one fingerprint to the next.
+    pub unit: usize,
+    /// Tokens beyond its block that each covers too.
+    pub ahead: usize,
+}
+
+impl Grain {
+    /// How many fingerprints a prompt of so many tokens has.
+    pub fn names(self, tokens: usize) -> usize {
+        tokens.saturating_sub(self.ahead).checked_div(self.unit).unwrap_or(0)
+    }
+}
+
 impl Live {
     /// A request of which nothing is named yet.
     pub fn new(number: u64, root: Fingerprint, adapter: u32, prompt_tokens: u32, items: Vec<Item>) -> Self {
@@ -76,21 +92,22 @@ impl Live {
     }
 
     /// The names of its first `blocks` blocks; shorter when there are not that many tokens, or no names.
-    pub fn names(&mut self, blocks: usize, block_size: usize, tokens: &(impl Tokens + ?Sized)) -> &[Fingerprint] {
-        if self.nameless {
+    pub fn names(&mut self, blocks: usize, grain: Grain, tokens: &(impl Tokens + ?Sized)) -> &[Fingerprint] {
+        if self.nameless || grain.unit == 0 {
             return &[];
         }
+        let (unit, whole) = (grain.unit, grain.unit + grain.ahead);
         let mut stack = [0u32; 256];
         let mut heap = Vec::new();
-        let one: &mut [u32] = if block_size <= stack.len() {
-            &mut stack[..block_size]
+        let one: &mut [u32] = if whole <= stack.len() {
+            &mut stack[..whole]
         } else {
-            heap.resize(block_size, 0);
+            heap.resize(whole, 0);
             &mut heap
         };
         self.fingerprints.reserve(blocks.saturating_sub(self.fingerprints.len()).min(1 << 16));
         while self.fingerprints.len() < blocks {
-            let start = self.fingerprints.len() * block_size;
+            let start = self.fingerprints.len() * unit;
             if !tokens.read(start, one) {
                 break;
             }
@@ -101,7 +118,7 @@ impl Live {
                 let extras: Vec<Extra<'_>> = self
                     .items
                     .iter()
-                    .filter(|item| item.start < start + block_size && item.start + item.length > start)
+                    .filter(|item| item.start < start + unit && item.start + item.length > start)
                     .map(|item| Extra { identifier: &item.identifier, offset: item.start as i64 - start as i64 })
                     .collect();
                 block::next(parent, one, &extras)
@@ -118,6 +135,8 @@ pub struct Requests {
     live: HashMap<Box<str>, Live>,
     // Adapters by number; number 0 is "no adapter". Names are kept for good: operators load few, and they are limited.
     adapters: Vec<String>,
+    // Where each was loaded from last, by number, less one.
+    paths: Vec<String>,
     numbers: u64,
 }
 
@@ -140,11 +159,28 @@ impl Requests {
             Some(at) => at,
             None if self.adapters.len() < MAX_ADAPTERS => {
                 self.adapters.push(name.to_string());
+                self.paths.push(String::new());
                 self.adapters.len() - 1
             }
             None => return None,
         };
         Some(at as u32 + 1)
+    }
+
+    /// An adapter is loaded from this path. True when it was loaded from another one before: an engine that hashes
+    /// the path hits nothing of the old one. Live requests of the old one are nameless from now on.
+    pub fn reloaded(&mut self, number: u32, path: &str) -> bool {
+        let Some(known) = (number as usize).checked_sub(1).and_then(|at| self.paths.get_mut(at)) else { return false };
+        if known == path {
+            return false;
+        }
+        let first = known.is_empty();
+        known.clear();
+        known.push_str(path);
+        if !first {
+            self.live.values_mut().filter(|live| live.adapter == number).for_each(|live| live.nameless = true);
+        }
+        !first
     }
 
     /// The names of adapters by number, less one.
@@ -195,10 +231,22 @@ mod tests {
     fn names_are_continued_as_tokens_come() {
         let tokens: Vec<u32> = (0..100).collect();
         let whole = block::chain(7, 16, &tokens);
+        let grain = Grain { unit: 16, ahead: 0 };
         let mut live = Live::new(1, 7, 0, 40, vec![]);
-        assert_eq!(live.names(9, 16, &tokens[..40]), &whole[..2]);
-        assert_eq!(live.names(1, 16, &tokens[..40]), &whole[..1]);
-        assert_eq!(live.names(6, 16, &tokens[..]), &whole[..6]);
+        assert_eq!(live.names(9, grain, &tokens[..40]), &whole[..2]);
+        assert_eq!(live.names(1, grain, &tokens[..40]), &whole[..1]);
+        assert_eq!(live.names(6, grain, &tokens[..]), &whole[..6]);
+    }
+
+    #[test]
+    fn a_name_waits_for_the_tokens_ahead() {
+        let tokens: Vec<u32> = (0..100).collect();
+        let (grain, mut live) = (Grain { unit: 16, ahead: 3 }, Live::new(1, 7, 0, 40, vec![]));
+        let whole = block::chain_ahead(7, 16, 3, &tokens);
+        assert_eq!((grain.names(34), grain.names(35)), (1, 2));
+        assert_eq!(live.names(9, grain, &tokens[..34]), &whole[..1]);
+        assert_eq!(live.names(9, grain, &tokens[..35]), &whole[..2]);
+        assert_eq!(live.names(9, grain, &tokens[..]), &whole[..6]);
     }
 
     #[test]
@@ -209,6 +257,6 @@ mod tests {
         let first = block::next(7, &tokens[..16], &[]);
         let second = block::next(first, &tokens[16..32], &[Extra { identifier: "img", offset: 4 }]);
         let third = block::next(second, &tokens[32..48], &[]);
-        assert_eq!(live.names(3, 16, &tokens[..]), [first, second, third]);
+        assert_eq!(live.names(3, Grain { unit: 16, ahead: 0 }, &tokens[..]), [first, second, third]);
     }
 }

@@ -8,6 +8,22 @@
 use crate::record::Pen;
 use proto::block::Fingerprint;
 use proto::residency::Link;
+use std::collections::HashMap;
+
+/// A name under which a physical block can be hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Key {
+    /// The name.
+    pub fp: Fingerprint,
+    /// What it follows, along the blocks of its group.
+    pub parent: Link,
+    /// Number of its adapter, 0 for none.
+    pub adapter: u32,
+    /// KV cache group.
+    pub group: u16,
+    /// It ends inside the block.
+    pub partial: bool,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
@@ -16,7 +32,7 @@ enum Content {
     Unnamed,
     // As unnamed, but a named prompt may hit it: the agent missed what happened to it.
     Lost,
-    Named { fp: Fingerprint, parent: Link, adapter: u32 },
+    Named(Key),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -27,11 +43,17 @@ struct Slot {
     marked: bool,
 }
 
+/// Most names of one block beyond its first: larger than any block has places to end at (blocks of Mamba models have
+/// up to 1,000 tokens, their hashes 16). Blocks with more become nameless.
+const MORE_KEYS: usize = 256;
+
 /// The table.
 #[derive(Debug)]
 pub struct Slots {
     slots: Vec<Slot>,
     life: u32,
+    // Further names of blocks that have several: only engines with partial hash hits have such.
+    more: HashMap<u32, Vec<Key>>,
     // Blocks whose content is to be told when there is room: at most one entry a slot.
     marked: Vec<u32>,
     clear_is_owed: bool,
@@ -45,6 +67,7 @@ impl Slots {
         Self {
             slots: vec![Slot { content: Content::Empty, life: 0, marked: false }; blocks],
             life: 0,
+            more: HashMap::new(),
             marked: Vec::new(),
             clear_is_owed: false,
             lost: 0,
@@ -76,6 +99,9 @@ impl Slots {
         self.lost += usize::from(content == Content::Lost);
         self.lost -= usize::from(self.is_lost(block));
         let life = self.life;
+        if !self.more.is_empty() {
+            self.more.remove(&block);
+        }
         if let Some(slot) = self.slots.get_mut(block as usize) {
             (slot.content, slot.life) = (content, life);
         }
@@ -90,21 +116,69 @@ impl Slots {
         }
     }
 
-    /// Blocks got keys: a chain that begins after `parent`. Returns how many block ids were beyond the table.
-    pub fn store(&mut self, pen: &mut Pen, parent: Link, adapter: (u32, &str), chain: &[(u32, Fingerprint)]) -> usize {
+    /// Blocks of a group got keys, each in place of what it had: a chain that begins after `parent`. Returns how many
+    /// block ids were beyond the table.
+    pub fn store(
+        &mut self,
+        pen: &mut Pen,
+        group: u16,
+        parent: Link,
+        adapter: (u32, &str),
+        chain: &[(u32, Fingerprint)],
+    ) -> usize {
         let known = self.slots.len() as u32;
         if chain.iter().any(|(block, _)| *block >= known) {
             return chain.len();
         }
         let mut before = parent;
         for (block, fp) in chain {
-            self.set(*block, Content::Named { fp: *fp, parent: before, adapter: adapter.0 });
+            let key = Key { fp: *fp, parent: before, adapter: adapter.0, group, partial: false };
+            self.set(*block, Content::Named(key));
             before = Link::Block(*fp);
         }
-        if self.owes() || !pen.stored(parent, adapter.1, chain.iter().copied()) {
+        if self.owes() || !pen.stored(u32::from(group), parent, adapter.1, chain.iter().copied()) {
             chain.iter().for_each(|(block, _)| self.mark(*block));
         }
         0
+    }
+
+    /// A block got one more key. False when its id is beyond the table.
+    pub fn add(&mut self, pen: &mut Pen, block: u32, key: Key, adapter: &str) -> bool {
+        match self.get(block) {
+            None => return false,
+            Some(Content::Empty) => self.set(block, Content::Named(key)),
+            Some(Content::Named(first)) => {
+                let more = self.more.get(&block).map_or(&[][..], Vec::as_slice);
+                if first == key || more.contains(&key) {
+                    return true;
+                }
+                if more.len() >= MORE_KEYS {
+                    return self.store_unnamed(pen, block, true);
+                }
+                self.more.entry(block).or_default().push(key);
+            }
+            // What else it holds has no name, so that it cannot be told alone.
+            Some(Content::Unnamed | Content::Lost) => return true,
+        }
+        if self.owes() || !pen.added(&key, adapter, block) {
+            self.mark(block);
+        }
+        true
+    }
+
+    /// What one block had, another has now.
+    pub fn moved(&mut self, pen: &mut Pen, from: u32, to: u32) {
+        let Some(content) = self.get(from) else { return };
+        let more = self.more.remove(&from);
+        self.set(from, Content::Empty);
+        self.set(to, content);
+        if let Some(more) = more {
+            self.more.insert(to, more);
+        }
+        if self.owes() || !pen.moved(from, to) {
+            self.mark(from);
+            self.mark(to);
+        }
     }
 
     /// A block got a key whose tokens have no name; `lost` says that a named prompt may hit it all the same. False
@@ -138,10 +212,17 @@ impl Slots {
     pub fn clear(&mut self, pen: &mut Pen) {
         self.life = self.life.wrapping_add(1);
         self.lost = 0;
+        self.more.clear();
         for block in self.marked.drain(..) {
             self.slots[block as usize].marked = false;
         }
         self.clear_is_owed = !pen.cleared();
+    }
+
+    /// The blocks that hold something, named or not.
+    pub fn held(&self) -> Vec<u32> {
+        let blocks = 0..self.slots.len() as u32;
+        blocks.filter(|block| !matches!(self.get(*block), None | Some(Content::Empty))).collect()
     }
 
     /// Tells what is owed, as far as there is room. `adapter` gives the name of an adapter's number.
@@ -155,8 +236,11 @@ impl Slots {
             let told = match self.get(block) {
                 None | Some(Content::Empty) => pen.evicted(&[block]),
                 Some(Content::Unnamed | Content::Lost) => pen.unnamed(&[block]),
-                Some(Content::Named { fp, parent, adapter: number }) => {
-                    pen.stored(parent, adapter(number), [(block, fp)].into_iter())
+                Some(Content::Named(first)) => {
+                    // What was told of it before is replaced, so that telling it twice does no harm.
+                    let more = self.more.get(&block).map_or(&[][..], Vec::as_slice);
+                    pen.evicted(&[block])
+                        && [first].iter().chain(more).all(|key| pen.added(key, adapter(key.adapter), block))
                 }
             };
             if !told {

@@ -1,10 +1,11 @@
 //! Snapshots: the whole set at one seq, in pieces of bounded size.
 
 use crate::batch;
+use crate::resident::Resident;
 use proto::control::{Chain, Piece, Reply, SNAPSHOT_PIECE, encode};
-use proto::event::Fingerprints;
-use proto::id::{Epoch, SetKind};
-use proto::residency::{Link, Residency};
+use proto::event::{Fingerprints, Parent};
+use proto::id::Epoch;
+use proto::residency::Link;
 
 /// Most cuts kept. A cut has about 8 bytes a block: 400 KB at 50,000 blocks.
 pub const MAX_CUTS: usize = 2;
@@ -44,14 +45,14 @@ impl Cuts {
         &mut self,
         epoch: Epoch,
         next: u64,
-        residency: &Residency,
+        sets: &Resident,
         model: &str,
         adapter: impl Fn(u64) -> &'a str,
         now_ms: u64,
     ) -> Vec<u8> {
         if !self.cuts.iter().any(|cut| cut.next == next) {
             self.made += 1;
-            let pieces = cut(self.made, epoch, next, residency, model, adapter);
+            let pieces = cut(self.made, epoch, next, sets, model, adapter);
             self.cuts.push(Cut { number: self.made, next, used_ms: now_ms, pieces });
             if self.cuts.len() > MAX_CUTS {
                 self.cuts.remove(0);
@@ -73,13 +74,12 @@ fn cut<'a>(
     number: u64,
     epoch: Epoch,
     next: u64,
-    residency: &Residency,
+    sets: &Resident,
     model: &str,
     adapter: impl Fn(u64) -> &'a str,
 ) -> Vec<Vec<u8>> {
-    let kind = SetKind::Gpu;
     let (mut pieces, mut weight): (Vec<Vec<Chain>>, usize) = (vec![vec![]], 0);
-    residency.chains(|link, mut blocks| {
+    sets.chains(|kind, link, mut blocks| {
         let mut link = link;
         while !blocks.is_empty() {
             if weight + CHAIN_WEIGHT >= SNAPSHOT_PIECE {
@@ -88,16 +88,19 @@ fn cut<'a>(
             }
             let (now, later) = blocks.split_at(blocks.len().min(SNAPSHOT_PIECE - CHAIN_WEIGHT - weight));
             weight += CHAIN_WEIGHT + now.len();
-            let parent = batch::parent(link, model, adapter(link.fingerprint()));
+            let parent = match link {
+                Some(link) => batch::parent(link, model, adapter(link.fingerprint())),
+                None => Parent::Loose,
+            };
             if let (Some(piece), Some(last)) = (pieces.last_mut(), now.last()) {
                 piece.push(Chain { kind, parent, fingerprints: Fingerprints(now.to_vec()) });
-                link = Link::Block(*last);
+                link = link.map(|_| Link::Block(*last));
             }
             blocks = later;
         }
     });
     let count = pieces.len() as u32;
-    let digests = vec![(kind, residency.digest())];
+    let digests: Vec<_> = sets.digests().collect();
     (0..)
         .zip(pieces)
         .map(|(piece, chains)| {
@@ -110,32 +113,35 @@ fn cut<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Plan;
+    use crate::resident::Changes;
     use proto::control::decode;
     use std::collections::HashSet;
 
     #[test]
     fn pieces_are_bounded_and_have_parents_first() {
-        let (mut residency, mut out) = (Residency::new(), vec![]);
+        let (mut sets, mut out) = (Resident::new(Plan::plain(16, [0, 32, 0])), Changes::default());
         for i in 0..30_000u64 {
             let parent = if i % 7 == 0 { Link::Root(1) } else { Link::Block(1 + i) };
-            residency.add(i + 2, parent, &mut out);
+            sets.add(0, i + 2, parent, false, &mut out);
         }
+        let (_, digest) = sets.digests().next().expect("the gpu set");
         let mut cuts = Cuts::default();
         let epoch = Epoch { start_ms: 1, random: 2 };
         let (mut known, mut at, mut number) = (HashSet::new(), 0, None);
         loop {
             let bytes = match number {
-                None => cuts.begin(epoch, 5, &residency, "m", |_| "", 0),
+                None => cuts.begin(epoch, 5, &sets, "m", |_| "", 0),
                 Some(number) => cuts.piece(number, at, 0).unwrap_or_default(),
             };
             let Ok(Reply::Snapshot(piece)) = decode(&bytes) else { panic!("no piece {at}") };
             number = Some(piece.cut);
-            assert_eq!((piece.piece, piece.next, piece.digests[0].1), (at, 5, residency.digest()));
+            assert_eq!((piece.piece, piece.next, piece.digests[0].1), (at, 5, digest));
             assert!(piece.chains.iter().map(|c| c.fingerprints.0.len()).sum::<usize>() <= SNAPSHOT_PIECE);
             for chain in piece.chains {
                 match chain.parent {
-                    proto::event::Parent::Root { .. } | proto::event::Parent::Loose => {}
-                    proto::event::Parent::Block(parent) => assert!(known.contains(&parent)),
+                    Parent::Root { .. } | Parent::Loose => {}
+                    Parent::Block(parent) => assert!(known.contains(&parent)),
                 }
                 known.extend(chain.fingerprints.0);
             }
@@ -144,7 +150,7 @@ mod tests {
                 break;
             }
         }
-        assert_eq!(known.len(), residency.reachable());
+        assert_eq!(known.len() as u64, digest.count);
         assert_eq!(cuts.piece(1, at, 0), None);
         cuts.expire(KEPT_MS);
         assert_eq!(cuts.piece(1, 0, 0), None);

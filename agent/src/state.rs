@@ -5,7 +5,7 @@ use crate::follower::Follower;
 use crate::record::within_limit;
 use proto::block;
 use proto::event::{Counters, KindDigest, MAX_LIST, State};
-use proto::id::{EngineId, Epoch, SetKind};
+use proto::id::{EngineId, Epoch};
 
 /// Who speaks, and under which names.
 #[derive(Debug, Clone)]
@@ -64,9 +64,9 @@ pub fn state(
         models: identity.models.clone(),
         block_size: facts.block_size,
         check: identity.check,
-        rule: facts.rule.clone(),
+        rule: facts.rule(),
         groups: facts.groups.clone(),
-        digests: vec![KindDigest { kind: SetKind::Gpu, digest: follower.residency().digest() }],
+        digests: follower.sets().digests().map(|(kind, digest)| KindDigest { kind, digest }).collect(),
         running: counts.running,
         waiting: counts.waiting,
         backlog_tokens: counts.backlog_tokens,

@@ -138,13 +138,20 @@ fn be_an_engine() -> Result<()> {
             let blocks: Vec<u32> = (0..BLOCKS_A_STEP as u32 / 4).map(|i| (block + i) % POOL).collect();
             block = (block + BLOCKS_A_STEP as u32 / 4) % POOL;
             let id = format!("request-{token}");
-            let request = Request { id: &id, tokens: &tokens[..], prompt_tokens: tokens.len(), adapter: "", salt: "" };
+            let request = Request {
+                id: &id,
+                tokens: &tokens[..],
+                prompt_tokens: tokens.len(),
+                adapter: "",
+                adapter_path: "",
+                salt: "",
+            };
             let engine = &mut agent.engine;
             engine.arrived(&request, vec![], false);
             engine.looked_up(&id, &tokens[..], tokens.len(), 0, false);
             engine.evicted(blocks.iter().copied());
             let blocks: Vec<Option<u32>> = blocks.into_iter().map(Some).collect();
-            engine.cached(&id, &tokens[..], 0, &blocks);
+            engine.cached(&id, &tokens[..], 0, 0, &blocks);
             engine.started(&id);
             engine.finished(&id, "stop");
         }

@@ -71,7 +71,8 @@ impl World {
             tokens[at] = self.dice.below(1000) as u32;
         }
         let (adapter, salt) = (*self.dice.pick(&["", "", "x"]), *self.dice.pick(&["", "", "s"]));
-        let request = Request { id: &id, tokens: &tokens[..], prompt_tokens: tokens.len(), adapter, salt };
+        let request =
+            Request { id: &id, tokens: &tokens[..], prompt_tokens: tokens.len(), adapter, adapter_path: "", salt };
         self.engine.arrived(&request, vec![], false);
 
         let root = block::root(Namespace { model: "m", adapter, salt }, SEED);
@@ -96,7 +97,7 @@ impl World {
             self.parents.insert(names[at], parent);
         }
         let blocks: Vec<Option<u32>> = blocks.iter().map(|block| Some(*block as u32)).collect();
-        self.engine.cached(&id, &tokens[..], hit, &blocks);
+        self.engine.cached(&id, &tokens[..], 0, hit, &blocks);
         self.engine.started(&id);
         self.live.push((id, tokens));
     }
@@ -176,7 +177,10 @@ impl World {
         let mut copies = Copies::default();
         self.pool.iter().flatten().for_each(|(fp, parent)| copies.add(*fp, *parent));
         assert_eq!(self.set, copies.reachable());
-        assert_eq!(self.feed.follower().residency().reachable(), self.set.len());
+        assert_eq!(
+            self.feed.follower().sets().digests().next().map(|(_, digest)| digest.count),
+            Some(self.set.len() as u64)
+        );
     }
 }
 

@@ -107,7 +107,7 @@ impl Sender {
         }
         for kind in KINDS {
             let changes = std::mem::take(&mut self.tiers[kind.index()].changes);
-            ops.extend(batch::ops(kind, &changes, MODEL, |_| ""));
+            ops.extend(batch::ops((kind, true), &changes, MODEL, |_| ""));
         }
         ops.extend(self.lives.drain(..).map(Op::Life));
         if beat {

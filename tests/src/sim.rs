@@ -101,7 +101,7 @@ impl SimEngine {
     /// A request came in; it waits until [`SimEngine::start`] succeeds, or [`SimEngine::give_up`].
     pub fn arrive(&mut self, id: &str, tokens: &[u32], adapter: &str, salt: &str) {
         self.waiting += 1;
-        let request = Request { id, tokens, prompt_tokens: tokens.len(), adapter, salt };
+        let request = Request { id, tokens, prompt_tokens: tokens.len(), adapter, adapter_path: "", salt };
         self.agent.arrived(&request, vec![], false);
         self.report();
     }
@@ -142,7 +142,7 @@ impl SimEngine {
         let cached_tokens = hit.len() * self.block_size;
         self.agent.looked_up(id, tokens, tokens.len(), cached_tokens, false);
         let hits: Vec<Option<u32>> = hit.iter().map(|block| Some(*block)).collect();
-        self.agent.hit(id, tokens, &hits);
+        self.agent.hit(id, tokens, 0, &hits);
         for block in &hit {
             self.take(*block);
         }
@@ -221,7 +221,7 @@ impl SimEngine {
                 self.pool[*block as usize].key = Some(*key);
                 self.cached.entry(*key).or_default().push(*block);
             }
-            self.agent.cached(id, &live.tokens[..], live.keyed, &fresh);
+            self.agent.cached(id, &live.tokens[..], 0, live.keyed, &fresh);
             live.keyed = full;
         }
         self.live.insert(id.to_owned(), live);

@@ -1,0 +1,127 @@
+//! Reads vLLM's objects: requests, blocks, arguments, and the dicts that the Python side makes of its configuration.
+
+use crate::engine::Request;
+use crate::plan::{Plan, Together};
+use crate::requests::{Item, Tokens};
+use proto::hit::{Hits, Kind};
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString};
+
+/// Token ids as the engine keeps them: a list of ints.
+pub(super) struct Ids<'a, 'py>(pub(super) &'a Bound<'py, PyList>);
+
+impl Tokens for Ids<'_, '_> {
+    fn read(&self, from: usize, out: &mut [u32]) -> bool {
+        if self.0.len() < from + out.len() {
+            return false;
+        }
+        out.iter_mut().enumerate().all(|(i, out)| match self.0.get_item(from + i).and_then(|id| id.extract()) {
+            Ok(id) => {
+                *out = id;
+                true
+            }
+            Err(_) => false, // a placeholder, as prompt embeddings have them
+        })
+    }
+}
+
+pub(super) fn text<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+    value.cast::<PyString>()?.to_str()
+}
+
+pub(super) fn optional<'py>(
+    object: &Bound<'py, PyAny>,
+    name: &Bound<'py, PyString>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(object.getattr_opt(name)?.filter(|value| !value.is_none()))
+}
+
+pub(super) fn argument<'py>(kwargs: &Bound<'py, PyDict>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyAny>> {
+    let missing = || PyValueError::new_err(format!("cache_full_blocks was called without {name}"));
+    kwargs.get_item(name)?.ok_or_else(missing)
+}
+
+pub(super) fn block_id(block: &Bound<'_, PyAny>) -> PyResult<u32> {
+    block.getattr(intern!(block.py(), "block_id"))?.extract()
+}
+
+pub(super) fn ids<'py>(request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    Ok(request.getattr(intern!(request.py(), "_all_token_ids"))?.cast_into::<PyList>()?)
+}
+
+/// Calls `with` with the request as the engine's handle wants it; with `paths` an adapter's path is read too.
+pub(super) fn described<R>(
+    request: &Bound<'_, PyAny>,
+    paths: bool,
+    with: impl FnOnce(&Request<'_, Ids<'_, '_>>, Vec<Item>, bool) -> R,
+) -> PyResult<R> {
+    let py = request.py();
+    let id = request.getattr(intern!(py, "request_id"))?;
+    let tokens = ids(request)?;
+    let prompt_tokens: usize = request.getattr(intern!(py, "num_prompt_tokens"))?.extract()?;
+    let lora = optional(request, intern!(py, "lora_request"))?;
+    let of_lora = |name| lora.as_ref().map(|lora| lora.getattr(name)).transpose();
+    let adapter = of_lora(intern!(py, "lora_name"))?;
+    let path = if paths { of_lora(intern!(py, "lora_path"))?.filter(|path| !path.is_none()) } else { None };
+    let salt = optional(request, intern!(py, "cache_salt"))?;
+    let nameless = optional(request, intern!(py, "prompt_embeds"))?.is_some();
+    let mut items = Vec::new();
+    let mut strange = false;
+    if let Some(features) = optional(request, intern!(py, "mm_features"))? {
+        for feature in features.try_iter()? {
+            let feature = feature?;
+            let position = feature.getattr(intern!(py, "mm_position"))?;
+            match optional(&feature, intern!(py, "identifier"))? {
+                Some(identifier) => items.push(Item {
+                    identifier: text(&identifier)?.to_string(),
+                    start: position.getattr(intern!(py, "offset"))?.extract()?,
+                    length: position.getattr(intern!(py, "length"))?.extract()?,
+                }),
+                None => strange = true,
+            }
+        }
+    }
+    let request = Request {
+        id: text(&id)?,
+        tokens: &Ids(&tokens),
+        prompt_tokens,
+        adapter: adapter.as_ref().map(text).transpose()?.unwrap_or(""),
+        adapter_path: path.as_ref().map(text).transpose()?.unwrap_or(""),
+        salt: salt.as_ref().map(text).transpose()?.unwrap_or(""),
+    };
+    Ok(with(&request, items, nameless || strange))
+}
+
+/// An entry of a dict of `facts.py`.
+fn entry<'py, T: FromPyObjectOwned<'py>>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<T> {
+    let missing = || PyValueError::new_err(format!("the rules have no {name:?}"));
+    dict.get_item(name)?.ok_or_else(missing)?.extract().map_err(Into::into)
+}
+
+/// The rules of `facts.rules` as a plan.
+pub(super) fn plan(rules: &Bound<'_, PyDict>) -> PyResult<Plan> {
+    let (major, minor, patch) = entry(rules, "version")?;
+    let hits = Hits {
+        unit: entry(rules, "unit")?,
+        align: entry(rules, "align")?,
+        ahead: entry(rules, "ahead")?,
+        version: [major, minor, patch],
+        fine: entry(rules, "fine")?,
+        specs: Vec::new(),
+    };
+    let mut specs = Vec::new();
+    for spec in entry::<Vec<Bound<'_, PyDict>>>(rules, "specs")? {
+        let kind = match entry::<String>(&spec, "kind")?.as_str() {
+            "full" => Kind::Full,
+            "window" => Kind::Window,
+            "chunk" => Kind::Chunk,
+            "mamba" => Kind::Mamba,
+            other => return Err(PyValueError::new_err(format!("no kind of attention is called {other:?}"))),
+        };
+        let (block, span, eagle) = (entry(&spec, "block")?, entry(&spec, "span")?, entry(&spec, "eagle")?);
+        specs.push(Together { kind, block, span, eagle, groups: entry(&spec, "groups")? });
+    }
+    Plan::new(hits, specs).map_err(|what| PyValueError::new_err(format!("the engine's rules make no sense: {what}")))
+}
