@@ -11,6 +11,7 @@
 //! What touches the world: [`edge`]. Both meet in [`app`]; [`config`] reads the environment; `py` (feature `python`)
 //! is the skin for vLLM.
 
+pub mod adapters;
 pub mod address;
 pub mod answer;
 pub mod app;
@@ -21,6 +22,7 @@ pub mod engine;
 pub mod facts;
 pub mod feed;
 pub mod follower;
+pub mod gpus;
 pub mod health;
 pub mod plan;
 #[cfg(feature = "python")]
