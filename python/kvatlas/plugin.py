@@ -94,8 +94,8 @@ def found() -> dict[str, Any]:
     classes = _classes()
 
     def lacks(name: tuple[str, str]) -> str | None:
-        method = getattr(classes[name[0]], name[1], None)
-        if not callable(method):
+        method = _method(classes[name[0]], name[1])
+        if method is None:
             return f"{name[0]}.{name[1]} is missing"
         wanted = _SHAPES.get(name[1], ([], []))[0] if name[0] == "BlockPool" else []
         without = [parameter for parameter in wanted if parameter not in facts.parameters(method)]
@@ -104,7 +104,7 @@ def found() -> dict[str, Any]:
     later = [("BlockPool", name) for name in ("evict_blocks", "cache_partial_block", "move_block_hashes")]
     there = [name for name in later if hasattr(classes["BlockPool"], name[1])]
     off = [lacks(name) for name in _NEEDED + there]
-    if not any(callable(getattr(classes["Scheduler"], name, None)) for name in ("schedule", "update_from_output")):
+    if not any(_method(classes["Scheduler"], name) for name in ("schedule", "update_from_output")):
         off.append("Scheduler.schedule and Scheduler.update_from_output are missing")
     return {
         "off": [reason for reason in off if reason],
@@ -119,6 +119,12 @@ def _classes() -> dict[str, type]:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return {"BlockPool": BlockPool, "KVCacheManager": KVCacheManager, "Scheduler": Scheduler}
+
+
+def _method(cls: Any, name: str) -> Any:
+    """A method, unless it is missing or only an interface's."""
+    method = getattr(cls, name, None)
+    return method if callable(method) and not getattr(method, "__isabstractmethod__", False) else None
 
 
 def _patch() -> None:
@@ -143,7 +149,7 @@ def _patch() -> None:
     if hasattr(Agent, "cached_partial"):
         hooks += [("BlockPool", "cache_partial_block", _partly_cached), ("BlockPool", "move_block_hashes", _moved)]
     for cls, name, hook in hooks:
-        if callable(getattr(classes[cls], name, None)):
+        if _method(classes[cls], name) is not None:
             _wrap(classes[cls], name, _guarded(classes[cls], name, hook) if cls == "BlockPool" else hook)
     _watch_evictions()
     os.register_at_fork(after_in_child=_forked)
@@ -280,8 +286,8 @@ def _scheduled(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     agent = _agent(scheduler)
     if agent is not None:
         agent.scheduled(result)
-        agent.step(scheduler, not callable(getattr(scheduler, "update_from_output", None)))
-        if not callable(getattr(scheduler, "_free_request", None)):
+        agent.step(scheduler, _method(type(scheduler), "update_from_output") is None)
+        if _method(type(scheduler), "_free_request") is None:
             for id in result.finished_req_ids:
                 agent.finished(id, "")
 

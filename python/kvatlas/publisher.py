@@ -8,6 +8,7 @@ proves it to be in step. So the agent is off then, and the log says how to be fo
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -39,8 +40,8 @@ def let_adapters_live() -> bool:
     pool = sys.modules["vllm.v1.core.block_pool"].BlockPool
     from vllm.lora.request import LoRARequest
 
-    caching = getattr(pool.cache_full_blocks, "__wrapped__", pool.cache_full_blocks)
-    if "id" not in caching.__code__.co_names or hasattr(LoRARequest, "id"):
+    caching = inspect.unwrap(getattr(pool, "cache_full_blocks", lambda: None))
+    if "id" not in getattr(getattr(caching, "__code__", None), "co_names", ()) or hasattr(LoRARequest, "id"):
         return False
     LoRARequest.id = property(lambda adapter: adapter.lora_int_id)
     return True
