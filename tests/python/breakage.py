@@ -497,6 +497,40 @@ def it_sleeps_and_wakes() -> None:
         assert agent.told[-1] == ("draining", False)
 
 
+def a_manager_takes_keys_by_itself() -> None:
+    """As the manager of Mamba states does from 0.32 on."""
+    logged()
+    recorded()
+    plugin.register()
+    made = scheduler()
+    pool = made.kv_cache_manager.block_pool
+    made.add_request(request("a", list(range(100))))
+    step(made, random.Random(1))
+    cached = [block for block in pool.blocks if block.block_hash is not None]
+
+    class Manager:
+        block_pool = pool
+
+        def drop(self, block: Any) -> Any:
+            return self.block_pool._maybe_evict_cached_block(block), 1 / block.block_id
+
+    Manager.drop = plugin._watched(Manager.drop)
+    assert Manager().drop(cached[0]) == (True, 1 / cached[0].block_id) and cached[0].block_hash is None
+    assert Recorder.made[0].told[-1] == ("evicted", [cached[0].block_id])
+    try:
+        Manager().drop(pool.null_block)
+        raise AssertionError("its exception is gone")
+    except ZeroDivisionError:
+        pass
+    assert plugin._EVICT not in vars(pool)
+    pool._kvatlas.told.clear()
+    pool.get_new_blocks(BLOCKS - 1 - len(cached) - 1)
+    assert pool._kvatlas.told == [("handed_out", None)], "not once for each block"
+    mamba = sys.modules["vllm.v1.core.single_type_kv_cache_manager"].MambaManager
+    watched = getattr(getattr(mamba, "_cache_partial_tail_block", None), "_kvatlas", False)
+    assert watched == (parsed() >= (0, 32, 0))
+
+
 def every_way_to_change_a_key_is_known() -> None:
     """Who gives or takes keys, by the names that the code of vLLM's core uses. A new one must be read, and hooked."""
     import dis
@@ -543,6 +577,7 @@ SCENARIOS: list[tuple[Any, ...]] = [
     (adapters_and_events,),
     (prompt_logprobs_read_no_cache,),
     (it_sleeps_and_wakes,),
+    (a_manager_takes_keys_by_itself,),
     (every_way_to_change_a_key_is_known,),
 ]
 

@@ -1,5 +1,6 @@
 """What the plugin finds in this vLLM, and what it does when it does not find it; and how this vLLM's hits end."""
 
+import ast
 import json
 import math
 import os
@@ -36,6 +37,15 @@ def test_whatever_is_broken_the_engine_works_as_before():
     assert results and results[-1].get("scenarios", 0) > 20, done.stderr[-3000:]
     broken = [f"{result['scenario']}: {result['why']}" for result in results[:-1] if not result["ok"]]
     assert broken == [] and done.returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted(pathlib.Path(facts.__file__).parent.glob("*.py")), ids=lambda path: path.name)
+def test_it_is_written_for_python_3_9(path):
+    """vLLM 0.10.2 to 0.11 run on it: syntax, and annotations that it cannot evaluate."""
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    unions = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)]
+    lazy = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+    assert lazy or not unions
 
 
 def full(block=16, heads=1):
