@@ -132,6 +132,12 @@ impl Residency {
         self.blocks.get(&fp).is_some_and(|&at| self.node(at).reachable)
     }
 
+    /// What a resident block follows.
+    pub fn parent(&self, fp: Fingerprint) -> Option<Link> {
+        let node = self.node(*self.blocks.get(&fp)?);
+        (node.copies > 0 && node.parent != NONE).then(|| self.link_of(node.parent))
+    }
+
     /// How many leading blocks of a prompt are reachable. By bisection, since the set is prefix-closed.
     pub fn depth(&self, prompt: &[Fingerprint]) -> usize {
         prompt.partition_point(|fp| self.is_reachable(*fp))

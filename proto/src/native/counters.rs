@@ -48,8 +48,16 @@ counters! {
     other_group,
     /// Events: of groups whose kind is not told.
     unknown_group,
-    /// Events: in host memory or storage, or on another machine.
-    other_tier,
+    /// Copies stored below the GPU: in host memory or storage.
+    lower_stored,
+    /// Copies removed there.
+    lower_removed,
+    /// Copies there that are not believed in any more, since removals are never announced.
+    expired,
+    /// Blocks announced below the GPU by their hash alone, which is not known.
+    unresolved,
+    /// Events: on another machine.
+    other_machine,
     /// Events: in a medium that is not known.
     unknown_medium,
     /// Events: a hash twice in one event, or one that follows itself.

@@ -46,8 +46,8 @@ pub enum Event {
     Stored(Box<Stored>),
     /// One copy of each of these blocks is gone.
     Removed(Removed),
-    /// The cache is empty.
-    Cleared,
+    /// The cache is empty: all of it, or (no version says so yet) only in this place.
+    Cleared(Option<Medium>),
 }
 
 impl Event {
@@ -61,7 +61,7 @@ impl Event {
                 stored.hashes.len() + stored.tokens.len() + keys
             }
             Event::Removed(removed) => removed.hashes.len(),
-            Event::Cleared => 0,
+            Event::Cleared(_) => 0,
         }
     }
 }
@@ -268,6 +268,7 @@ const STORED: [&str; 11] = [
     "kv_cache_spec_sliding_window",
 ];
 const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
+const CLEARED: [&str; 1] = ["medium"];
 
 /// Reads one event, given as exactly its bytes. `None` when its type is not known.
 fn event(bytes: &[u8]) -> Result<Option<Event>, BadBytes> {
@@ -283,6 +284,7 @@ fn event(bytes: &[u8]) -> Result<Option<Event>, BadBytes> {
         let names: &[&str] = match tag {
             "BlockStored" => &STORED,
             "BlockRemoved" => &REMOVED,
+            "AllBlocksCleared" => &CLEARED,
             _ => &[],
         };
         for name in names.iter().take(length as usize - 1) {
@@ -306,7 +308,10 @@ fn event(bytes: &[u8]) -> Result<Option<Event>, BadBytes> {
     match tag {
         "BlockStored" => stored(fields, !Reader::new(bytes).at_array()).map(|s| Some(Event::Stored(Box::new(s)))),
         "BlockRemoved" => removed(fields).map(|r| Some(Event::Removed(r))),
-        "AllBlocksCleared" => Ok(Some(Event::Cleared)),
+        "AllBlocksCleared" => {
+            let place = fields.into_iter().find(|(name, _)| *name == "medium");
+            Ok(Some(Event::Cleared(place.map(|(_, mut value)| medium(&mut value)))))
+        }
         _ => Ok(None),
     }
 }

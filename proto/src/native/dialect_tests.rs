@@ -84,7 +84,7 @@ fn arrays_of_every_length() {
     );
     let removed = Removed { hashes: vec![7], group: 3, ..Removed::default() };
     assert_eq!(one(packed(("BlockRemoved", [7], nil, 3))), Event::Removed(removed));
-    assert_eq!(one(packed(["AllBlocksCleared"])), Event::Cleared);
+    assert_eq!(one(packed(["AllBlocksCleared"])), Event::Cleared(None));
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn maps_in_any_order_with_fields_to_come() {
         ..Stored::default()
     };
     assert_eq!(stored_of(event), want);
-    assert_eq!(one(map(&[("type", packed("AllBlocksCleared"))])), Event::Cleared);
+    assert_eq!(one(map(&[("type", packed("AllBlocksCleared"))])), Event::Cleared(None));
     let removed = map(&[
         ("type", packed("BlockRemoved")),
         ("block_hashes", packed([7, 8])),

@@ -16,13 +16,17 @@
 //!   hash. The first hash that claims a fingerprint keeps it; another one is [`Counters::hidden`] and has no name.
 //! * *Groups.* Only one full-attention group feeds the set. Where groups are told without their kinds (vLLM 0.20,
 //!   0.21 with a hybrid model) nothing can be credited: see [`NativeEngine::blind`].
-//! * *Other tiers.* Counted, not kept: the *any* set of a native engine equals its *gpu* set.
+//! * *Other tiers* of this machine make the *any* set, see [`lower`]; what is on another machine is counted only. A
+//!   connector that announces only the last of several blocks (a `block_size_factor`) credits that one alone.
+
+pub mod lower;
+mod place;
 
 use super::counters::Counters;
 use super::dialect::{Adapter, EngineHash, Event, EventBatch, Extras, GroupKind, Key, Medium, Removed, Stored};
-use super::names::{self, Nameless};
 use crate::block::Fingerprint;
-use crate::residency::{Change, FingerprintMap, Link, Residency};
+use crate::residency::{Change, FingerprintMap, Residency};
+use lower::{Lower, Tier};
 use std::collections::HashSet;
 
 /// Largest block, in tokens: hybrid models have had some 1,000, so this is no real engine's limit.
@@ -62,17 +66,11 @@ enum Name {
 
 #[derive(Debug, Clone)]
 struct Block {
+    /// On the GPU.
     copies: u32,
+    /// Below it.
+    lower: u32,
     name: Name,
-}
-
-/// Where a block of an event stands: what is known of what it follows.
-#[derive(Debug, Clone, Copy)]
-enum After {
-    Start,
-    Named(Fingerprint),
-    Waiting(EngineHash),
-    Nameless,
 }
 
 /// The state of one stock engine.
@@ -90,6 +88,10 @@ pub struct NativeEngine {
     waiting: FingerprintMap<HashSet<EngineHash>>,
     parked_tokens: usize,
     residency: Residency,
+    lower: Option<Box<Lower>>,
+    now_ms: u64,
+    /// Groups of other kinds were announced.
+    mixed: bool,
     counters: Counters,
 }
 
@@ -113,10 +115,15 @@ impl NativeEngine {
                     self.removed(&removed, changes);
                     false
                 }
-                Event::Cleared => {
+                Event::Cleared(None) => {
                     self.counters.cleared += 1;
                     self.forget();
                     true
+                }
+                Event::Cleared(Some(medium)) => {
+                    self.counters.cleared += 1;
+                    self.clear_tier(medium, changes);
+                    false
                 }
             };
             if cleared_here {
@@ -125,6 +132,7 @@ impl NativeEngine {
                 cleared = true;
             }
         }
+        self.bury();
         cleared
     }
 
@@ -132,7 +140,8 @@ impl NativeEngine {
     /// learned anew; counters stay.
     pub fn restart(&mut self) {
         self.forget();
-        (self.group, self.block_size, self.blind, self.lookahead) = (None, None, false, false);
+        (self.group, self.block_size) = (None, None);
+        (self.blind, self.lookahead, self.mixed) = (false, false, false);
     }
 
     fn forget(&mut self) {
@@ -140,6 +149,7 @@ impl NativeEngine {
         self.waiting = FingerprintMap::default();
         self.parked_tokens = 0;
         self.residency.clear();
+        self.forget_lower();
     }
 
     /// The reachable set, with its digest.
@@ -162,6 +172,11 @@ impl NativeEngine {
         self.lookahead
     }
 
+    /// The engine has window or state groups too: its hits may end before the set does.
+    pub fn mixed(&self) -> bool {
+        self.mixed
+    }
+
     /// Blocks kept without a name, parked ones included.
     pub fn unnamed(&self) -> usize {
         self.blocks.values().filter(|block| !matches!(block.name, Name::Known(_))).count()
@@ -177,27 +192,29 @@ impl NativeEngine {
         &self.counters
     }
 
-    /// Does a copy in this place belong to the set that is kept?
-    fn in_tier(&mut self, medium: Medium, remote: bool) -> bool {
-        match medium {
-            Medium::Gpu if !remote => return true,
-            Medium::Unknown => self.counters.unknown_medium += 1,
-            Medium::Gpu | Medium::Cpu | Medium::Storage => self.counters.other_tier += 1,
+    /// The tier of a copy in this place, where it belongs to a set that is kept.
+    fn tier(&mut self, medium: Medium, remote: bool) -> Option<Tier> {
+        let tier = Tier::of(medium);
+        match tier {
+            _ if remote => self.counters.other_machine += 1,
+            None => self.counters.unknown_medium += 1,
+            Some(_) => return tier,
         }
-        false
+        None
     }
 
     /// Applies a store event. True when it showed that the set so far may not be credited.
     fn stored(&mut self, event: Stored, changes: &mut Vec<Change>) -> bool {
-        if !self.in_tier(event.medium, event.remote) {
-            return false;
-        }
+        let Some(tier) = self.tier(event.medium, event.remote) else { return false };
         match event.kind {
             Some(GroupKind::Full) => {}
             Some(GroupKind::Other) => {
                 self.counters.other_group += 1;
+                self.mixed = true;
                 return false;
             }
+            // Connectors do not say of which kind a group is: they say nothing of groups that was not known.
+            None if tier != Tier::Gpu => return self.stored_below(event, tier, changes),
             None if event.group == 0 && !self.blind => {}
             None => {
                 self.counters.unknown_group += 1;
@@ -209,12 +226,26 @@ impl NativeEngine {
                 return first;
             }
         }
+        if tier != Tier::Gpu {
+            return self.stored_below(event, tier, changes);
+        }
         if *self.group.get_or_insert(event.group) != event.group {
             self.counters.other_group += 1;
             return false;
         }
         if self.check(&event) {
-            self.place(event, changes);
+            self.place(event, tier, changes);
+        }
+        false
+    }
+
+    fn stored_below(&mut self, event: Stored, tier: Tier, changes: &mut Vec<Change>) -> bool {
+        if self.blind || self.group.is_some_and(|group| group != event.group) {
+            self.counters.other_group += 1;
+        } else if event.tokens.is_empty() {
+            self.resolve(&event, tier);
+        } else if self.check(&event) {
+            self.place(event, tier, changes);
         }
         false
     }
@@ -222,6 +253,13 @@ impl NativeEngine {
     /// Is the event whole, and of the size that this engine uses?
     fn check(&mut self, event: &Stored) -> bool {
         let size = event.block_size as usize;
+        // A partial entry may come first, and says another size than the blocks that will feed the set.
+        if self.block_size.is_some_and(|known| event.block_size > known && event.block_size % known == 0)
+            && self.residency.resident() == 0
+            && event.parent.is_none()
+        {
+            self.forget();
+        }
         let placed = (1..=MAX_BLOCK_SIZE).contains(&event.block_size)
             && !event.hashes.is_empty()
             && event.hashes.len().checked_mul(size) == Some(event.tokens.len());
@@ -244,209 +282,43 @@ impl NativeEngine {
         false
     }
 
-    fn place(&mut self, event: Stored, changes: &mut Vec<Change>) {
-        let mut after = match event.parent {
-            None => After::Start,
-            Some(parent) => match self.blocks.get(&parent).map(|block| &block.name) {
-                Some(Name::Known(fp)) => After::Named(*fp),
-                Some(Name::Without) => After::Nameless,
-                Some(Name::Parked(_)) | None => After::Waiting(parent),
-            },
-        };
-        // A repeated announcement cannot be told from a first block computed again: see the head of this file.
-        let repeats = event.may_repeat && event.parent.is_none();
-        let keys_of = match &event.extras {
-            Extras::Told(keys) => keys.as_slice(),
-            Extras::Untold | Extras::Unreadable => &[],
-        };
-        let size = event.block_size as usize;
-        for (at, (&hash, tokens)) in event.hashes.iter().zip(event.tokens.chunks_exact(size)).enumerate() {
-            let keys = keys_of.get(at).map_or(&[][..], Vec::as_slice);
-            let named = self.name(after, &event.adapter, tokens, keys);
-            let room = self.blocks.len() < self.limits.blocks;
-            after = match (self.blocks.get(&hash).map(|block| &block.name), named) {
-                (Some(Name::Known(fp)), Ok(Some((_, other)))) if *fp != other => {
-                    // What follows in this event hangs on a contradiction.
-                    self.counters.contradicted += 1;
-                    return;
-                }
-                (Some(Name::Known(fp)), _) => {
-                    let fp = *fp;
-                    self.counters.stored += u64::from(!repeats);
-                    self.copy(hash, repeats);
-                    After::Named(fp)
-                }
-                (Some(Name::Without), _) => {
-                    self.copy(hash, repeats);
-                    After::Nameless
-                }
-                (Some(Name::Parked(_)), Ok(Some((link, fp)))) => {
-                    // Another announcement says what this parked block follows.
-                    self.copy(hash, repeats);
-                    self.unpark(hash);
-                    self.settle(hash, Some((link, fp)), changes)
-                }
-                (Some(Name::Parked(_)), _) => {
-                    self.copy(hash, repeats);
-                    After::Waiting(hash)
-                }
-                (None, _) if !room => {
-                    self.counters.over_limit += (event.hashes.len() - at) as u64;
-                    return;
-                }
-                (None, Ok(Some(named))) => self.settle(hash, Some(named), changes),
-                (None, Ok(None)) => match after {
-                    After::Waiting(parent) => {
-                        let (adapter, tokens, keys) = (event.adapter.clone(), tokens.to_vec(), keys.to_vec());
-                        self.park(hash, Parked { parent, adapter, tokens, keys }, changes)
-                    }
-                    After::Start | After::Named(_) | After::Nameless => {
-                        self.counters.unnamed_parent += 1;
-                        self.settle(hash, None, changes)
-                    }
-                },
-                (None, Err(why)) => {
-                    self.count(why);
-                    self.settle(hash, None, changes)
-                }
-            };
-        }
-    }
-
-    /// The fingerprint of a block and what it follows; `None` when that is not known.
-    fn name(
-        &self,
-        after: After,
-        adapter: &Adapter,
-        tokens: &[u32],
-        keys: &[Key],
-    ) -> Result<Option<(Link, Fingerprint)>, Nameless> {
-        match after {
-            After::Start => names::first(&self.model, self.seed, adapter, tokens, keys).map(Some),
-            After::Named(parent) => {
-                names::later(parent, adapter, tokens, keys).map(|fp| Some((Link::Block(parent), fp)))
-            }
-            After::Waiting(_) | After::Nameless => Ok(None),
-        }
-    }
-
-    fn count(&mut self, why: Nameless) {
-        match why {
-            Nameless::Adapter => self.counters.unnamed_adapter += 1,
-            Nameless::Keys => self.counters.unnamed_keys += 1,
-        }
-    }
-
-    /// One more copy of a block that is known, unless the event only repeats what is there.
-    fn copy(&mut self, hash: EngineHash, repeats: bool) {
-        if repeats {
-            self.counters.repeated += 1;
-        } else if let Some(block) = self.blocks.get_mut(&hash) {
-            block.copies = block.copies.saturating_add(1);
-        }
-    }
-
-    /// Gives a block its name, or the certainty that it has none, and then those that waited for it theirs.
-    fn settle(&mut self, hash: EngineHash, named: Option<(Link, Fingerprint)>, changes: &mut Vec<Change>) -> After {
-        let fp = self.settle_one(hash, named, changes);
-        let mut todo = vec![(hash, fp)];
-        while let Some((parent, parent_fp)) = todo.pop() {
-            for child in self.waiting.remove(&parent).into_iter().flatten() {
-                let Some(Block { name: name @ Name::Parked(_), .. }) = self.blocks.get_mut(&child) else { continue };
-                let Name::Parked(parked) = std::mem::replace(name, Name::Without) else { continue };
-                self.parked_tokens -= parked.tokens.len();
-                let named = match parent_fp {
-                    None => {
-                        self.counters.unnamed_parent += 1;
-                        None
-                    }
-                    Some(fp) => match names::later(fp, &parked.adapter, &parked.tokens, &parked.keys) {
-                        Ok(named) => Some((Link::Block(fp), named)),
-                        Err(why) => {
-                            self.count(why);
-                            None
-                        }
-                    },
-                };
-                let fp = self.settle_one(child, named, changes);
-                self.counters.unparked += u64::from(fp.is_some());
-                todo.push((child, fp));
-            }
-        }
-        fp.map_or(After::Nameless, After::Named)
-    }
-
-    fn settle_one(
-        &mut self,
-        hash: EngineHash,
-        named: Option<(Link, Fingerprint)>,
-        changes: &mut Vec<Change>,
-    ) -> Option<Fingerprint> {
-        // Another hash has this name: what makes them differ is hidden from us, unless it is tokens to come.
-        let hidden = !self.lookahead && named.is_some_and(|(_, fp)| self.residency.is_resident(fp));
-        self.counters.hidden += u64::from(hidden);
-        let named = named.filter(|_| !hidden);
-        let block = self.blocks.entry(hash).or_insert(Block { copies: 1, name: Name::Without });
-        let Some((link, fp)) = named else {
-            block.name = Name::Without;
-            return None;
-        };
-        block.name = Name::Known(fp);
-        self.counters.stored += u64::from(block.copies);
-        self.residency.add(fp, link, changes);
-        Some(fp)
-    }
-
-    /// Keeps a block until its parent is known.
-    fn park(&mut self, hash: EngineHash, parked: Parked, changes: &mut Vec<Change>) -> After {
-        if self.parked_tokens + parked.tokens.len() > self.limits.parked_tokens {
-            self.counters.over_limit += 1;
-            return self.settle(hash, None, changes);
-        }
-        self.counters.parked += 1;
-        self.parked_tokens += parked.tokens.len();
-        self.waiting.entry(parked.parent).or_default().insert(hash);
-        self.blocks.insert(hash, Block { copies: 1, name: Name::Parked(Box::new(parked)) });
-        After::Waiting(hash)
-    }
-
-    /// Takes a parked block out of its parent's list. Its name is to be settled, or the block removed.
-    fn unpark(&mut self, hash: EngineHash) {
-        let Some(Block { name: name @ Name::Parked(_), .. }) = self.blocks.get_mut(&hash) else { return };
-        let Name::Parked(parked) = std::mem::replace(name, Name::Without) else { return };
-        self.parked_tokens -= parked.tokens.len();
-        if let Some(children) = self.waiting.get_mut(&parked.parent) {
-            children.remove(&hash);
-            if children.is_empty() {
-                self.waiting.remove(&parked.parent);
-            }
-        }
-    }
-
     fn removed(&mut self, event: &Removed, changes: &mut Vec<Change>) {
-        if !self.in_tier(event.medium, event.remote) {
-            return;
-        }
+        let Some(tier) = self.tier(event.medium, event.remote) else { return };
         if self.group.is_some_and(|group| group != event.group) {
             self.counters.other_group += 1;
             return;
         }
+        self.removes(tier);
         for (at, hash) in event.hashes.iter().enumerate() {
-            let Some(block) = self.blocks.get_mut(hash) else {
+            let block = self.blocks.get_mut(hash);
+            let count = block.map(|block| match tier {
+                Tier::Gpu => (&mut block.copies, &block.name),
+                Tier::Host | Tier::Storage => (&mut block.lower, &block.name),
+            });
+            let Some((count, name)) = count.filter(|(count, _)| **count > 0) else {
                 self.counters.unknown_removed += 1;
                 continue;
             };
             let told = event.remaining.as_ref().and_then(|counts| counts.get(at).copied());
-            block.copies = told.unwrap_or(block.copies.saturating_sub(1));
-            let fp = if let Name::Known(fp) = block.name { Some(fp) } else { None };
-            self.counters.removed += u64::from(fp.is_some());
-            if block.copies > 0 {
-                continue;
+            *count = told.unwrap_or(*count - 1);
+            match tier {
+                Tier::Gpu => self.counters.removed += u64::from(matches!(name, Name::Known(_))),
+                Tier::Host | Tier::Storage => self.counters.lower_removed += 1,
             }
-            self.unpark(*hash);
-            self.blocks.remove(hash);
-            if let Some(fp) = fp {
-                self.residency.drop(fp, changes);
+            if *count == 0 {
+                self.left(*hash, tier, changes);
+            }
+        }
+    }
+
+    /// One tier is empty, and others are not: no version says so yet.
+    fn clear_tier(&mut self, medium: Medium, changes: &mut Vec<Change>) {
+        let Some(tier) = self.tier(medium, false) else { return };
+        for hash in self.blocks.keys().copied().collect::<Vec<_>>() {
+            let Some(block) = self.blocks.get_mut(&hash) else { continue };
+            let count = if tier == Tier::Gpu { &mut block.copies } else { &mut block.lower };
+            if std::mem::take(count) > 0 {
+                self.left(hash, tier, changes);
             }
         }
     }

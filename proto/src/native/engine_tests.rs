@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::block::{self, Namespace};
+use crate::residency::Link;
 use std::collections::BTreeMap;
 
 const SIZE: u32 = 2;
@@ -218,17 +219,14 @@ fn groups_without_kinds_are_not_credited() {
 }
 
 #[test]
-fn only_gpu_memory_of_this_machine_counts() {
+fn what_is_on_another_machine_or_nowhere_known_counts_for_nothing() {
     let mut engine = engine();
-    for (medium, remote) in
-        [(Medium::Cpu, false), (Medium::Storage, false), (Medium::Unknown, false), (Medium::Gpu, true)]
-    {
+    for (medium, remote) in [(Medium::Cpu, true), (Medium::Gpu, true), (Medium::Unknown, false)] {
         store(&mut engine, Stored { medium, remote, ..stored(None, &[10], &[1, 2]) });
     }
-    store(&mut engine, stored(None, &[10], &[1, 2]));
-    apply(&mut engine, [Event::Removed(Removed { hashes: vec![10], medium: Medium::Cpu, ..Removed::default() })]);
     let counters = engine.counters();
-    assert_eq!((engine.residency().reachable(), counters.other_tier, counters.unknown_medium), (1, 4, 1));
+    assert_eq!((counters.other_machine, counters.unknown_medium), (2, 1));
+    assert_eq!((engine.residency().resident(), engine.unnamed(), engine.any().is_none()), (0, 0, true));
 }
 
 #[test]
@@ -258,9 +256,9 @@ fn events_that_do_not_fit_are_passed_over() {
 fn a_clear_makes_what_was_told_before_it_void() {
     let mut engine = engine();
     let one = |hash| Event::Stored(Box::new(stored(None, &[hash], &[1, 2])));
-    let (cleared, changes) = apply(&mut engine, [one(10), Event::Cleared, one(20)]);
+    let (cleared, changes) = apply(&mut engine, [one(10), Event::Cleared(None), one(20)]);
     assert_eq!((cleared, changes.len(), engine.residency().reachable()), (true, 1, 1));
-    assert_eq!(apply(&mut engine, [Event::Cleared]), (true, vec![]));
+    assert_eq!(apply(&mut engine, [Event::Cleared(None)]), (true, vec![]));
     assert_eq!(engine.residency().reachable(), 0);
 }
 
