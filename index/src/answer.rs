@@ -4,6 +4,7 @@ use proto::block::Fingerprint;
 use proto::event::{HitRule, State};
 use proto::fleet::Source;
 use proto::id::{EngineId, Epoch, SetKind};
+use proto::native::counters::Counters;
 use std::sync::Arc;
 
 /// Most fingerprints in one question or placement: 2^17 blocks are 2 million tokens at 16 tokens a block.
@@ -229,12 +230,15 @@ pub struct Status {
     pub model: Option<String>,
     /// The newest epoch that was ignored in favour of the one followed.
     pub ignored: Option<Epoch>,
+    /// Counters of a stream of the engine's own events, by reason.
+    pub native: Option<Box<Counters>>,
     /// Counters.
     pub tally: Tally,
 }
 
-/// How long a stream without heartbeats may be without a connection before its engine counts as silent, in
-/// milliseconds.
+/// How long a stream without heartbeats may be without a sign of life (a reading of the engine's metrics, or an open
+/// connection where the fleet list has no address) before its engine counts as silent,
+/// in milliseconds.
 pub const NATIVE_SILENT_MS: u64 = 5000;
 
 /// What a state is after so many milliseconds of silence.

@@ -2,7 +2,7 @@
 
 use crate::link::{Effect, Link, Setting};
 use crate::shared::Writer;
-use proto::fleet::Entry;
+use proto::fleet::{Entry, Source};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// A stream's number: of one fleet entry as long as its sockets stay the same. Never used twice.
@@ -181,5 +181,7 @@ impl Fleet {
 
 /// Do two entries name the same stream?
 fn same_stream(a: &Entry, b: &Entry) -> bool {
-    (&a.events, &a.control, &a.replay, a.source) == (&b.events, &b.control, &b.replay, b.source)
+    // A stock engine's address is where its sign of life comes from.
+    let address = |entry: &Entry| entry.address.clone().filter(|_| entry.source == Source::Native);
+    (&a.events, &a.control, &a.replay, a.source, address(a)) == (&b.events, &b.control, &b.replay, b.source, address(b))
 }

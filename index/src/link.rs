@@ -9,7 +9,7 @@ pub mod backlog;
 mod follow;
 mod mend;
 pub mod rebuild;
-mod stock;
+pub mod stock;
 pub mod verdict;
 
 use crate::answer::{EngineState, Leases, ResyncReason, Status, Tally};
@@ -46,6 +46,13 @@ pub enum Effect {
     },
     /// Tell how far the stream was read; the answer is not waited for.
     Ack(Request),
+    /// Ask a stock engine for its events from this seq on.
+    Events {
+        /// Of this link; never used twice.
+        id: u64,
+        /// The first seq.
+        from: u64,
+    },
     /// A step in a request's life.
     Life(Life),
     /// The engine's process life ended: its placements end.
@@ -122,7 +129,7 @@ impl Link {
         let native = entry.source == Source::Native;
         let model = entry.model.clone().unwrap_or_default();
         Self {
-            stock: native.then(|| Box::new(Stock::new(model, setting.seed))),
+            stock: native.then(|| Box::new(Stock::new(model, setting.seed, entry.replay.is_some()))),
             setting,
             entry,
             slot,
@@ -189,7 +196,7 @@ impl Link {
     pub fn away(&mut self, reason: String) {
         self.dirty = true;
         if let Some(stock) = &mut self.stock {
-            stock.up = false;
+            stock.lost();
         }
         self.fault = reason;
     }
@@ -260,9 +267,7 @@ impl Link {
 
     /// Time passed.
     pub fn tick(&mut self, core: &mut Writer, now_ms: u64, out: &mut Vec<Effect>) {
-        if self.stock.as_ref().is_some_and(|stock| stock.up) {
-            self.heard_ms = Some(now_ms);
-        }
+        self.stock_tick(core, now_ms, out);
         let follows = self.cursor.epoch().is_some() || self.live.iter().any(Option::is_some);
         if self.heard_ms.is_some_and(|at| now_ms.saturating_sub(at) > self.setting.leases.lease_ms) && follows {
             let outcome = self.forget(core);
@@ -373,6 +378,7 @@ impl Link {
             blocks: self.live.map(count),
             model: self.entry.model.clone(),
             ignored: self.ignored.map(|(epoch, _)| epoch),
+            native: self.stock.as_ref().map(|stock| Box::new(stock.counters())),
             tally: self.tally,
         }
     }
@@ -437,6 +443,9 @@ impl Link {
         if let Err(refused) = outcome {
             self.fault = refused.to_string();
             self.rest_until_ms = now_ms + 1000;
+            if let Some(stock) = &mut self.stock {
+                stock.forget();
+            }
             // What can still be retired is; the first refusal is the one to tell.
             while self.live.iter().any(Option::is_some) || self.rebuild.is_some() {
                 let _ = self.forget(core);

@@ -19,4 +19,6 @@ mod picker_stream;
 mod picker_world;
 mod recordings;
 mod residency;
+mod stock_replay;
+mod stock_world;
 mod tidy;

@@ -29,6 +29,13 @@ pub enum Job {
         /// What.
         request: Request,
     },
+    /// Of a stock engine: its events from this seq on.
+    Events {
+        /// The link's number for it.
+        id: u64,
+        /// The first seq.
+        from: u64,
+    },
     /// The answer is dropped.
     Ack(Request),
     /// A whole bundle, piece by piece, while nothing else is asked.
@@ -66,6 +73,8 @@ pub async fn serve(
         let (id, request) = match job {
             Job::Ask { id, request } => (Some(id), request),
             Job::Ack(request) => (None, request),
+            // No agent has such a socket: see `stock`.
+            Job::Events { .. } => continue,
             Job::Bundle(digest) => {
                 let here = arriving.get_or_insert_with(|| Arriving { digest, bytes: Vec::new() });
                 (None, Request::Bundle { digest: here.digest.clone(), offset: here.bytes.len() as u64 })

@@ -1,6 +1,7 @@
 //! The way to the writer: what it is told, and how much may wait for it.
 
 use crate::fleet::Stream;
+use crate::link::stock::pulse::Pulse;
 use proto::control::Reply;
 use proto::event::Batch;
 use proto::fleet::Entry;
@@ -42,6 +43,37 @@ pub enum Event {
         batch: EventBatch,
         /// Its length.
         bytes: usize,
+    },
+    /// A message of a replay of an engine's own events.
+    Replayed {
+        /// The stream.
+        stream: Stream,
+        /// The link's number of the replay.
+        id: u64,
+        /// Its seq.
+        seq: u64,
+        /// What it says.
+        batch: EventBatch,
+        /// Its length.
+        bytes: usize,
+    },
+    /// That replay is over.
+    ReplayOver {
+        /// The stream.
+        stream: Stream,
+        /// The link's number of the replay.
+        id: u64,
+        /// With its end marker.
+        whole: bool,
+        /// Why not, if not.
+        reason: String,
+    },
+    /// A reading of an engine's metrics, or why there is none.
+    Pulse {
+        /// The stream.
+        stream: Stream,
+        /// What was read.
+        outcome: Result<Pulse, String>,
     },
     /// The connection is made.
     Connected {

@@ -60,6 +60,7 @@ struct Scraped {
     engines: IntGaugeVec,
     counters: IntCounterVec,
     resyncs: IntCounterVec,
+    native: IntCounterVec,
     core: IntGaugeVec,
     placements: IntGauge,
     coming: IntGauge,
@@ -109,6 +110,13 @@ impl Metrics {
                 Opts::new("kvatlas_index_resyncs_total", "Snapshots begun, by reason."),
                 &["reason"],
             )?,
+            native: IntCounterVec::new(
+                Opts::new(
+                    "kvatlas_index_native_total",
+                    "What was counted of stock engines' own events, by engine and reason.",
+                ),
+                &["engine", "reason"],
+            )?,
             core: IntGaugeVec::new(
                 Opts::new(
                     "kvatlas_index_core",
@@ -128,7 +136,7 @@ impl Metrics {
         for one in [&scraped.engines, &scraped.core] {
             registry.register(Box::new(one.clone()))?;
         }
-        for one in [&scraped.counters, &scraped.resyncs] {
+        for one in [&scraped.counters, &scraped.resyncs, &scraped.native] {
             registry.register(Box::new(one.clone()))?;
         }
         for one in [&scraped.placements, &scraped.coming] {
@@ -205,12 +213,17 @@ impl Metrics {
     /// When the encoder refuses: a fault of this file.
     pub fn scrape(&self, board: &Board, lookup: &Lookup) -> prometheus::Result<Vec<u8>> {
         let mut scraped = lock(&self.scraped);
-        let Scraped { engines, counters, resyncs, core, placements, coming, tallies } = &mut *scraped;
+        let Scraped { engines, counters, resyncs, native, core, placements, coming, tallies } = &mut *scraped;
         let now_ms = board.clock.now_ms();
         EngineState::ALL.iter().for_each(|state| engines.with_label_values(&[state.name()]).set(0));
         for seat in board.seats().iter() {
             let status = seat.status();
             engines.with_label_values(&[status.state_at(now_ms, &board.leases).name()]).inc();
+            let engine = status.engine.to_string();
+            for (reason, count) in status.native.iter().flat_map(|counters| counters.iter()) {
+                let counter = native.with_label_values(&[engine.as_str(), reason]);
+                counter.inc_by(count.saturating_sub(counter.get()));
+            }
             let add = |event: &str, now: u64, before: u64| {
                 counters.with_label_values(&[event]).inc_by(now.saturating_sub(before))
             };

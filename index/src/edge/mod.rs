@@ -1,7 +1,7 @@
 //! What touches the world: sockets, clocks, threads, files.
 //!
 //! * [`zmtp`]: connections that speak ZeroMQ's protocol.
-//! * [`ingest`]: one engine's event stream; [`control`]: asks of its agent.
+//! * [`ingest`]: one engine's event stream; [`control`]: asks of its agent; [`stock`]: asks of an engine without one.
 //! * [`scribe`]: the one writer: everything that comes through its [`inbox`], in order, into the table.
 //! * [`board`], [`lookup`], [`watch`], [`bundles`]: what readers see.
 //! * [`grpc`], [`http`]: the faces.
@@ -17,5 +17,6 @@ pub mod ingest;
 pub mod lookup;
 pub mod metrics;
 pub mod scribe;
+pub mod stock;
 pub mod watch;
 pub mod zmtp;

@@ -7,14 +7,16 @@ use super::control::{self, Job, MOST_ASKS};
 use super::inbox::{self, Event, Inbox, MOST_MEMBERS, Members, Parcel, Questions};
 use super::ingest;
 use super::metrics::Metrics;
+use super::stock;
 use super::watch::Hub;
 use crate::answer::{LifeStep, RequestLife, Status, Update};
 use crate::fleet::{Fleet, Stream};
+use crate::link::stock::Numbered;
 use crate::link::{self, Effect};
 use crate::reservations::{Reservations, request_number};
 use crate::shared::{Holder, Writer};
 use proto::event::{Life, Op, picker_request_id};
-use proto::fleet::Entry;
+use proto::fleet::{Entry, Source};
 use proto::id::{EngineId, SetKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -86,15 +88,14 @@ pub fn start(setting: Setting) -> std::io::Result<Questions> {
 struct Tasks {
     jobs: mpsc::Sender<Job>,
     events: Option<JoinHandle<()>>,
+    pulses: Option<JoinHandle<()>>,
     seat: Option<Arc<Seat>>,
 }
 
 impl Drop for Tasks {
     fn drop(&mut self) {
         // The control task ends when `jobs` closes.
-        if let Some(events) = &self.events {
-            events.abort();
-        }
+        [&self.events, &self.pulses].into_iter().flatten().for_each(JoinHandle::abort);
     }
 }
 
@@ -169,12 +170,30 @@ impl Scribe {
             }
             Event::Events { stream, seq, batch, bytes } => {
                 let Some(link) = self.fleet.link(stream) else { return };
-                link.events(core, seq, batch, bytes, now_ms, &mut out);
+                link.events(core, Numbered { seq, batch, bytes }, now_ms, &mut out);
+                stream
+            }
+            Event::Replayed { stream, id, seq, batch, bytes } => {
+                let Some(link) = self.fleet.link(stream) else { return };
+                link.replayed_events(core, id, Numbered { seq, batch, bytes }, now_ms, &mut out);
+                stream
+            }
+            Event::ReplayOver { stream, id, whole, reason } => {
+                let Some(link) = self.fleet.link(stream) else { return };
+                link.replay_over(core, id, whole, &reason, now_ms, &mut out);
+                stream
+            }
+            Event::Pulse { stream, outcome } => {
+                let Some(link) = self.fleet.link(stream) else { return };
+                match outcome {
+                    Ok(pulse) => link.pulse(core, pulse, now_ms, &mut out),
+                    Err(reason) => link.no_pulse(reason),
+                }
                 stream
             }
             Event::Connected { stream } => {
                 let Some(link) = self.fleet.link(stream) else { return };
-                link.connected(now_ms);
+                link.connected(core, now_ms, &mut out);
                 stream
             }
             Event::Bad { stream, reason, version } => {
@@ -238,6 +257,11 @@ impl Scribe {
                         let _ = tasks.jobs.try_send(Job::Ack(request));
                     }
                 }
+                Effect::Events { id, from } => {
+                    if let Some(tasks) = self.streams.get(&stream) {
+                        let _ = tasks.jobs.try_send(Job::Events { id, from });
+                    }
+                }
                 Effect::EpochEnded | Effect::LivesLost => lock(&self.setting.book).epoch_ended(slot),
                 Effect::Life(life) => self.life(slot, &engine, life),
             }
@@ -284,14 +308,22 @@ impl Scribe {
         for (stream, entry) in changes.opened {
             let (jobs, todo) = mpsc::channel(MOST_ASKS);
             let inbox = self.inbox.clone();
-            self.sockets.spawn(control::serve(
-                stream,
-                entry.name.clone(),
-                entry.control,
-                todo,
-                inbox.clone(),
-                self.setting.bundles.clone(),
-            ));
+            let mut pulses = None;
+            if entry.source == Source::Native {
+                let name = entry.name.clone();
+                self.sockets.spawn(stock::replays(stream, name, entry.replay, todo, inbox.clone()));
+                let follow = |address| self.sockets.spawn(stock::pulses(stream, address, inbox.clone()));
+                pulses = entry.address.map(follow);
+            } else {
+                self.sockets.spawn(control::serve(
+                    stream,
+                    entry.name.clone(),
+                    entry.control,
+                    todo,
+                    inbox.clone(),
+                    self.setting.bundles.clone(),
+                ));
+            }
             let events = entry.events.map(|endpoint| {
                 self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, entry.source, inbox))
             });
@@ -301,7 +333,7 @@ impl Scribe {
                     "the fleet entry has no events address: nothing will be known of its cache"
                 );
             }
-            self.streams.insert(stream, Tasks { jobs, events, seat: None });
+            self.streams.insert(stream, Tasks { jobs, events, pulses, seat: None });
             self.touched.insert(stream);
         }
         self.list();

@@ -20,16 +20,22 @@ pub enum Kept {
     Full,
 }
 
-/// Messages by seq.
-#[derive(Debug, Default)]
-pub struct Backlog {
-    messages: BTreeMap<u64, (Batch, usize)>,
+/// Messages by seq: an agent's, or a stock engine's.
+#[derive(Debug)]
+pub struct Backlog<M = Batch> {
+    messages: BTreeMap<u64, (M, usize)>,
     bytes: usize,
 }
 
-impl Backlog {
+impl<M> Default for Backlog<M> {
+    fn default() -> Self {
+        Self { messages: BTreeMap::new(), bytes: 0 }
+    }
+}
+
+impl<M> Backlog<M> {
     /// Keeps a message of so many payload bytes.
-    pub fn keep(&mut self, seq: u64, batch: Batch, bytes: usize) -> Kept {
+    pub fn keep(&mut self, seq: u64, batch: M, bytes: usize) -> Kept {
         if self.messages.contains_key(&seq) {
             return Kept::Known;
         }
@@ -43,7 +49,7 @@ impl Backlog {
     }
 
     /// Takes the message of this seq, and forgets all before it.
-    pub fn take(&mut self, seq: u64) -> Option<Batch> {
+    pub fn take(&mut self, seq: u64) -> Option<M> {
         while let Some(entry) = self.messages.first_entry().filter(|entry| *entry.key() < seq) {
             self.bytes -= entry.remove().1;
         }
@@ -53,7 +59,7 @@ impl Backlog {
     }
 
     /// All messages from this seq on, in order.
-    pub fn from(&self, seq: u64) -> impl Iterator<Item = (u64, &Batch)> {
+    pub fn from(&self, seq: u64) -> impl Iterator<Item = (u64, &M)> {
         self.messages.range(seq..).map(|(seq, (batch, _))| (*seq, batch))
     }
 

@@ -82,6 +82,7 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "digest_checks": tally.digest_checks,
         "digest_failures": tally.digest_failures,
         "epochs": tally.epochs,
+        "native": status.native.as_ref().map(|counters| counters.iter().filter(|(_, count)| *count > 0).collect::<std::collections::BTreeMap<_, _>>()),
         "reserved": reserved.requests,
         "reserved_tokens": reserved.tokens,
         "block_size": Some(status.block_size()).filter(|size| *size > 0),

@@ -131,8 +131,7 @@ fn random_tiers_give_the_naive_sets() {
         let (mut told, mut changes) = (BTreeSet::new(), vec![]);
         for step in 0..400 {
             let n = below(40);
-            let (tier, medium) =
-                if below(2) == 0 { (&mut gpu, Medium::Gpu) } else { (&mut host, Medium::Cpu) };
+            let (tier, medium) = if below(2) == 0 { (&mut gpu, Medium::Gpu) } else { (&mut host, Medium::Cpu) };
             if below(3) > 0 {
                 let parent = parents[n as usize].map(|p| p + 1000);
                 let alone = medium == Medium::Cpu && below(2) == 0;
