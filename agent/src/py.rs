@@ -8,6 +8,7 @@ use crate::edge::control::AuditPage;
 use crate::facts::{Counts, Facts};
 use crate::plan::Plan;
 use proto::event::Group;
+use proto::hit::Hits;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -399,6 +400,27 @@ fn page(pool: &Bound<'_, PyAny>, from: u64) -> PyResult<AuditPage> {
     Ok((out, (at < total).then_some(at)))
 }
 
+/// What an engine takes from its cache for a prompt of `tokens` tokens: the search of the index and of the agent itself,
+/// for tests against real engines. `rule` is the MessagePack of [`proto::hit::Hits`], as heartbeats carry it;
+/// `has(set, at)` is asked of each fingerprint. `None` when the search was given up.
+#[pyfunction]
+fn find_hit(rule: &[u8], tokens: usize, has: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    let hits: Hits = proto::control::decode(rule).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    if let Some(fault) = hits.fault() {
+        return Err(PyValueError::new_err(format!("{fault} makes no sense")));
+    }
+    let mut raised = None;
+    let ask = |set: usize, at: usize| match has.call1((set, at)).and_then(|there| there.is_truthy()) {
+        Ok(there) => there,
+        Err(error) => {
+            raised = Some(error);
+            false
+        }
+    };
+    let hit = proto::hit::find(&hits, tokens, ask);
+    raised.map_or(Ok(hit), Err)
+}
+
 /// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.
 fn log_to_stderr(level: &str) {
     let level = level.parse().unwrap_or(tracing::Level::INFO);
@@ -412,5 +434,6 @@ fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hook_cached, module)?)?;
     module.add_function(wrap_pyfunction!(hook_handed_out, module)?)?;
     module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
+    module.add_function(wrap_pyfunction!(find_hit, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

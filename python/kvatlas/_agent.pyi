@@ -1,6 +1,6 @@
 """The native part of kvatlas: see ``agent/src/py.rs``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 __version__: str
@@ -52,3 +52,4 @@ def hook_cached(pool: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str,
 def hook_handed_out(pool: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 def settings(rank: int) -> dict[str, Any]:
     """The settings of the environment for an engine of this rank; ``ValueError`` when they are bad."""
+def find_hit(rule: bytes, tokens: int, has: Callable[[int, int], bool]) -> int | None: ...

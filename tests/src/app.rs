@@ -1,6 +1,7 @@
 //! The demo: everything set up, started, driven and judged.
 
 mod concurrent;
+pub mod engines;
 mod journal;
 mod rebirth;
 mod rest;

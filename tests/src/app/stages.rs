@@ -1,5 +1,6 @@
 //! `cargo verify`: everything that proves kvatlas right, in stages.
 
+use crate::app::engines::{self, Engines};
 use crate::app::{Demo, perform};
 use crate::config::Places;
 use crate::edge::install;
@@ -19,7 +20,13 @@ pub enum Stage {
     Rust,
     /// The wheel, and the Python tests against it.
     Python,
+<<<<<<< HEAD
     /// `cargo demo --check`, and which processes of real engines have an agent.
+=======
+    /// The agent on the cache managers of several vLLMs, compared after every step.
+    Engines,
+    /// `cargo demo --check`.
+>>>>>>> 512712d (tests: the agent on the cache managers of nine old vLLMs and the newest, compared after every step)
     E2e,
 }
 
@@ -30,6 +37,9 @@ pub struct Verify {
     /// Only these stages; all of them when none is given.
     #[arg(long)]
     pub stage: Vec<Stage>,
+    /// With which vLLMs the agent is compared in the stage `engines`.
+    #[arg(long, value_enum, default_value = "some")]
+    pub engines: Engines,
 }
 
 /// Runs the stages. One that fails does not stop the others.
@@ -39,13 +49,13 @@ pub struct Verify {
 pub async fn verify(verify: Verify) -> Result<()> {
     let places = Places::from_env()?;
     let _claim = install::claim(&places)?;
-    let all = [Stage::Format, Stage::Clippy, Stage::Rust, Stage::Python, Stage::E2e];
+    let all = [Stage::Format, Stage::Clippy, Stage::Rust, Stage::Python, Stage::Engines, Stage::E2e];
     let mut lines = Vec::new();
     let mut failed = Vec::new();
     for stage in all.into_iter().filter(|s| verify.stage.is_empty() || verify.stage.contains(s)) {
         eprintln!("\n==== {stage:?}");
         let begun = Instant::now();
-        let outcome = run(&places, stage).await;
+        let outcome = run(&places, stage, verify.engines).await;
         let word = match &outcome {
             Ok(true) => "ok",
             Ok(false) => "not installed, left out",
@@ -65,7 +75,7 @@ pub async fn verify(verify: Verify) -> Result<()> {
 }
 
 /// False when the tool of the stage is not installed.
-async fn run(places: &Places, stage: Stage) -> Result<bool> {
+async fn run(places: &Places, stage: Stage, which: Engines) -> Result<bool> {
     match stage {
         Stage::Format if !has(places, "fmt") => return Ok(false),
         Stage::Format => cargo(places, &["fmt", "--all", "--check"]).await?,
@@ -83,6 +93,15 @@ async fn run(places: &Places, stage: Stage) -> Result<bool> {
             perform(places.clone(), Demo { check: true, setup: false }).await?;
             pytest(places, "tests/python/test_processes.py").await?;
         }
+<<<<<<< HEAD
+=======
+        Stage::Engines => {
+            install::engines(places).await?;
+            install::wheel(places).await?;
+            engines::compare(places, which).await?;
+        }
+        Stage::E2e => perform(places.clone(), Demo { check: true, setup: false }).await?,
+>>>>>>> 512712d (tests: the agent on the cache managers of nine old vLLMs and the newest, compared after every step)
     }
     Ok(true)
 }

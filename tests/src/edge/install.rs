@@ -134,6 +134,22 @@ pub async fn envoy(places: &Places) -> Result<()> {
     .await
 }
 
+/// The Python sources of another vLLM, to be put on `PYTHONPATH` over the environment's own.
+///
+/// # Errors
+/// When pip cannot download its wheel.
+pub async fn sources(places: &Places, package: &str, version: &str) -> Result<PathBuf> {
+    let folder = places.e2e.join("vllm").join(version);
+    let fetch = places.root.join("tests/python/engines/fetch.py");
+    let made_from = format!("{package}=={version}\n{}", std::fs::read_to_string(&fetch)?);
+    step(places, &format!("vllm-{version}"), &made_from, &format!("the sources of vLLM {version}"), async || {
+        let mut command = Command::new(places.python());
+        run(places, "fetch", command.arg(&fetch).args([package, version]).arg(&folder)).await
+    })
+    .await?;
+    Ok(folder)
+}
+
 /// `kvatlas-index` and `kvatlas-picker`, in the profile that we were built in.
 ///
 /// # Errors

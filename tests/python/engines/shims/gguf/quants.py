@@ -1,0 +1,5 @@
+"""As much of gguf.quants as vLLM names at import."""
+
+from gguf import GGMLQuantizationType
+
+__all__ = ["GGMLQuantizationType"]
