@@ -168,7 +168,7 @@ class Work:
 
     def started(self, ids: list[str]) -> None:
         new = [SimpleNamespace(req_id=id) for id in ids]
-        plugin._scheduled(self.engine, SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={}), (), {})
+        plugin._scheduled(self.engine, SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={}, finished_req_ids=()), (), {})
 
     def preempt(self) -> None:
         request = self.engine.running.pop(self.rnd.randrange(len(self.engine.running)))
