@@ -20,13 +20,9 @@ pub enum Stage {
     Rust,
     /// The wheel, and the Python tests against it.
     Python,
-<<<<<<< HEAD
-    /// `cargo demo --check`, and which processes of real engines have an agent.
-=======
     /// The agent on the cache managers of several vLLMs, compared after every step.
     Engines,
-    /// `cargo demo --check`.
->>>>>>> 512712d (tests: the agent on the cache managers of nine old vLLMs and the newest, compared after every step)
+    /// `cargo demo --check`, and which processes of real engines have an agent.
     E2e,
 }
 
@@ -89,19 +85,15 @@ async fn run(places: &Places, stage: Stage, which: Engines) -> Result<bool> {
             install::wheel(places).await?;
             pytest(places, "tests/python").await?;
         }
-        Stage::E2e => {
-            perform(places.clone(), Demo { check: true, setup: false }).await?;
-            pytest(places, "tests/python/test_processes.py").await?;
-        }
-<<<<<<< HEAD
-=======
         Stage::Engines => {
             install::engines(places).await?;
             install::wheel(places).await?;
             engines::compare(places, which).await?;
         }
-        Stage::E2e => perform(places.clone(), Demo { check: true, setup: false }).await?,
->>>>>>> 512712d (tests: the agent on the cache managers of nine old vLLMs and the newest, compared after every step)
+        Stage::E2e => {
+            perform(places.clone(), Demo { check: true, setup: false }).await?;
+            pytest(places, "tests/python/test_processes.py").await?;
+        }
     }
     Ok(true)
 }
