@@ -6,6 +6,7 @@ use crate::record::Pen;
 use crate::requests::{Grain, Item, Live, Requests, Tokens, adapter_name};
 use crate::ring::Writer;
 use crate::slots::{Key, Slots};
+use crate::tiers::{Report, Tiers, UNKNOWN_MEDIUM};
 use proto::block::{Fingerprint, Namespace, root};
 use proto::residency::Link;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ pub struct Gauges {
     kv_use: AtomicU32,
     steps: AtomicU64,
     faults: AtomicU64,
+    unknown_below: AtomicU64,
+    unknown_media: AtomicU64,
     /// Written by the publisher: the last seq that it published.
     pub published: AtomicU64,
 }
@@ -43,6 +46,16 @@ impl Gauges {
     /// Faults caught on the engine's thread.
     pub fn faults(&self) -> u64 {
         self.faults.load(Ordering::Relaxed)
+    }
+
+    /// Reports of tiers below about blocks that are not known, and about media that are not known.
+    pub fn unknown(&self) -> (u64, u64) {
+        (self.unknown_below.load(Ordering::Relaxed), self.unknown_media.load(Ordering::Relaxed))
+    }
+
+    /// A report of a medium that is not known.
+    pub fn unknown_medium(&self) {
+        self.unknown_media.fetch_add(1, Ordering::Relaxed);
     }
 
     /// One more fault.
@@ -75,6 +88,8 @@ pub struct Engine {
     model: String,
     seed: u64,
     slots: Slots,
+    // Where a KV connector reports of tiers below the GPU.
+    tiers: Option<Tiers>,
     requests: Requests,
     pen: Pen,
     gauges: Arc<Gauges>,
@@ -110,6 +125,7 @@ impl Engine {
             model: model.to_string(),
             seed,
             slots: Slots::new(facts.total_blocks as usize),
+            tiers: None,
             requests: Requests::default(),
             pen: Pen::new(ring),
             gauges,
@@ -169,6 +185,7 @@ impl Engine {
     /// named again. `cached` are the blocks that have a key now.
     pub fn lose(&mut self, cached: impl Iterator<Item = u32>) {
         self.slots.clear(&mut self.pen);
+        self.tiers.iter_mut().for_each(Tiers::forgotten);
         for block in cached {
             self.slots.store_unnamed(&mut self.pen, block, true);
         }
@@ -329,6 +346,57 @@ impl Engine {
         true
     }
 
+    /// A KV connector reports of tiers below the GPU; see [`Tiers::new`].
+    pub fn follow_tiers(&mut self, factor: usize, lasting: bool) {
+        self.tiers = Some(Tiers::new(self.slots.len(), factor, lasting));
+    }
+
+    /// Are they followed?
+    pub fn follows_tiers(&self) -> bool {
+        self.tiers.is_some()
+    }
+
+    /// Are the hashes of a group's blocks wanted? Those of the first spec of full attention are, when tiers are followed.
+    pub fn wants_hashes(&self, group: u32) -> bool {
+        let place = self.plan.place(group).filter(|place| place.member == 0);
+        self.tiers.is_some() && place.is_some_and(|place| self.plan.hits.specs[place.spec].set == 0)
+    }
+
+    /// Fingerprints a block of a group, 1 for a group that is not followed.
+    pub fn units(&self, group: u32) -> usize {
+        self.plan.place(group).map_or(1, |place| place.units)
+    }
+
+    /// The engine's hashes (their last 8 bytes) of blocks of a request that were cached: `hashes[i]` is of block
+    /// `first + i` of the group.
+    pub fn hashed(&mut self, id: &str, group: u32, first: usize, hashes: &[u64]) {
+        let (Some(tiers), Some(place)) = (&mut self.tiers, self.plan.place(group)) else { return };
+        let Some((live, _)) = self.requests.get(id) else { return };
+        let (root, adapter) = (live.root, live.adapter);
+        let known = live.known();
+        let name = |block: usize| known.get((block + 1) * place.units - 1).copied();
+        for (at, hash) in (first..).zip(hashes) {
+            let Some(fp) = name(at) else { return };
+            let parent = at.checked_sub(1).and_then(name).map_or(Link::Root(root), Link::Block);
+            tiers.cached(*hash, fp, parent, adapter);
+        }
+    }
+
+    /// The connector reports, at `now_ms` on a clock that never goes back.
+    pub fn reported(&mut self, reports: impl Iterator<Item = Report>, now_ms: u64) {
+        if let Some(tiers) = &mut self.tiers {
+            for report in reports {
+                if matches!(report, Report::Stored { medium: UNKNOWN_MEDIUM, .. }) {
+                    self.gauges.unknown_medium();
+                }
+                tiers.report(report, now_ms);
+            }
+            tiers.expire(now_ms);
+            self.gauges.unknown_below.store(tiers.unknown, Ordering::Relaxed);
+        }
+        self.settle();
+    }
+
     /// The keys of one physical block were given to another.
     pub fn moved(&mut self, from: u32, to: u32) {
         self.settle();
@@ -343,6 +411,7 @@ impl Engine {
     /// The whole cache was emptied. Told at once.
     pub fn cleared(&mut self) {
         self.slots.clear(&mut self.pen);
+        self.tiers.iter_mut().for_each(Tiers::forgotten);
         (self.wake)();
     }
 
@@ -415,9 +484,13 @@ impl Engine {
     }
 
     fn settle(&mut self) {
+        let adapters = self.requests.adapters();
         if self.slots.owes() {
-            let adapters = self.requests.adapters();
             self.slots.settle(&mut self.pen, |number| adapter_name(adapters, number));
+        }
+        // A clear that is owed would undo it.
+        if let Some(tiers) = self.tiers.as_mut().filter(|tiers| tiers.owes() && !self.slots.owes()) {
+            tiers.settle(&mut self.pen, |number| adapter_name(adapters, number));
         }
     }
 }

@@ -70,7 +70,9 @@ impl Feed {
 
     /// What the agent counts of itself.
     pub fn counters(&self) -> Counters {
-        Counters { faults: self.gauges.faults() + self.counters.faults, snapshots: self.cuts.made(), ..self.counters }
+        let (unknown_below, unknown_media) = self.gauges.unknown();
+        let faults = self.gauges.faults() + self.counters.faults;
+        Counters { faults, snapshots: self.cuts.made(), unknown_below, unknown_media, ..self.counters }
     }
 
     /// `messages` were not handed to a reader that lags.

@@ -132,6 +132,20 @@ impl Follower {
             Record::Added { group, partial, parent, adapter, block, fp } => {
                 self.add(block, (group, partial), fp, (parent, &adapter), step);
             }
+            Record::Below { fp, parent, adapter, below } => {
+                if let Link::Root(root) = parent
+                    && !adapter.is_empty()
+                {
+                    let name = || RootName { adapter, copies: 0 };
+                    let root = self.roots.entry(root).or_insert_with(name);
+                    root.copies = if below { root.copies + 1 } else { root.copies.saturating_sub(1) };
+                    self.lost_roots |= root.copies == 0;
+                }
+                match below {
+                    true => self.sets.add_below(fp, parent, &mut step.changes),
+                    false => self.sets.drop_below(fp, &mut step.changes),
+                }
+            }
             Record::Moved { from, to } => {
                 self.empty(to, step);
                 if let (true, Some(held)) = (self.held.len() as u64 > to, self.held.get_mut(from as usize)) {

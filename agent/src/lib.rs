@@ -35,6 +35,7 @@ pub mod ring;
 pub mod slots;
 pub mod snapshot;
 pub mod state;
+pub mod tiers;
 
 pub use app::Agent;
 pub use config::Config;

@@ -4,6 +4,7 @@
 //! Every method may raise; the wrappers in `python/kvatlas` catch and count. None of them waits.
 
 use crate::config;
+use crate::edge::clock::Clock;
 use crate::edge::control::AuditPage;
 use crate::facts::{Counts, Facts};
 use crate::plan::Plan;
@@ -15,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 mod read;
-use read::{Ids, argument, block_id, described, ids, optional, plan, text};
+use read::{Ids, argument, block_id, described, ids, optional, plan, reports, tail, text};
 
 mod settings;
 
@@ -33,6 +34,7 @@ struct Agent {
     // The engine hashes where an adapter was loaded from.
     paths: bool,
     blocks: Vec<Option<u32>>,
+    clock: Clock,
 }
 
 #[pymethods]
@@ -109,7 +111,14 @@ impl Agent {
             .publisher
             .set_auditor(Box::new(move |from| Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()));
         let paths = facts.plan.hits.version >= [0, 31, 0];
-        Ok(Some(Self { running: Some(running), null_block, publishes: known, paths, blocks: Vec::new() }))
+        Ok(Some(Self {
+            running: Some(running),
+            null_block,
+            publishes: known,
+            paths,
+            blocks: Vec::new(),
+            clock: Clock::start(),
+        }))
     }
 
     /// Where messages are published; "" when the agent was forgotten.
@@ -212,6 +221,32 @@ impl Agent {
                 agent.engine.cached_by_stranger(group, &self.blocks);
             }
         }
+        if agent.engine.wants_hashes(group) {
+            let hashes = request.getattr(intern!(py, "block_hashes"))?;
+            let units = agent.engine.units(group);
+            let tails: PyResult<Vec<u64>> =
+                (first..end).map(|at| tail(&hashes.get_item((at + 1) * units - 1)?)).collect();
+            agent.engine.hashed(id, group, first, &tails?);
+        }
+        Ok(())
+    }
+
+    /// A KV connector keeps blocks in tiers below the GPU and reports of them: `factor` blocks of the GPU make one
+    /// below; `lasting` says that it reports removals too.
+    fn follow_tiers(&mut self, factor: usize, lasting: bool) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.follow_tiers(factor, lasting);
+        }
+    }
+
+    /// The connector's `take_events` gave these.
+    fn reported(&mut self, events: &Bound<'_, PyList>) -> PyResult<()> {
+        let Some(agent) = self.running.as_mut().filter(|_| self.publishes) else { return Ok(()) };
+        let mut all = Vec::new();
+        for event in events {
+            reports(&event, &mut all)?;
+        }
+        agent.engine.reported(all.into_iter(), self.clock.now_ms());
         Ok(())
     }
 
@@ -301,6 +336,10 @@ impl Agent {
         let manager = scheduler.getattr(intern!(py, "kv_cache_manager"))?;
         let kv_use = manager.getattr(intern!(py, "usage"))?.extract()?;
         agent.engine.counts(Counts { running, waiting, kv_use, backlog_tokens: 0 });
+        if agent.engine.follows_tiers() {
+            // What was reported long ago may be over.
+            agent.engine.reported(std::iter::empty(), self.clock.now_ms());
+        }
         if ended {
             agent.engine.step_ended()
         } else {

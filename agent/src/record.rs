@@ -44,6 +44,17 @@ pub enum Record<'a> {
         /// Block id.
         to: u64,
     },
+    /// A block is in a tier below the GPU now, or is not any more.
+    Below {
+        /// The block.
+        fp: Fingerprint,
+        /// What it follows.
+        parent: Link,
+        /// Adapter of a root, "" for none and for other parents.
+        adapter: String,
+        /// It is there.
+        below: bool,
+    },
     /// Physical blocks got keys whose tokens the agent does not know.
     Unnamed {
         /// Block ids.
@@ -110,6 +121,8 @@ const FINISHED: u8 = 9;
 const ADDED_AFTER_ROOT: u8 = 10;
 const ADDED_AFTER_BLOCK: u8 = 11;
 const MOVED: u8 = 12;
+const BELOW_ROOT: u8 = 13;
+const BELOW_BLOCK: u8 = 14;
 
 /// Beside a group in one word: the key ends inside the block.
 const PARTIAL: u64 = 1 << 32;
@@ -160,6 +173,17 @@ impl Pen {
             let partial = if key.partial { PARTIAL } else { 0 };
             out.extend([u64::from(key.group) | partial, key.parent.fingerprint(), u64::from(block), key.fp]);
             if kind == ADDED_AFTER_ROOT {
+                put_text(out, adapter);
+            }
+        })
+    }
+
+    /// [`Record::Below`].
+    pub fn below(&mut self, fp: Fingerprint, parent: Link, adapter: &str, below: bool) -> bool {
+        let kind = if matches!(parent, Link::Root(_)) { BELOW_ROOT } else { BELOW_BLOCK };
+        self.write(kind, |out| {
+            out.extend([fp, parent.fingerprint(), u64::from(below)]);
+            if kind == BELOW_ROOT {
                 put_text(out, adapter);
             }
         })
@@ -275,6 +299,14 @@ impl<'a> Record<'a> {
                     _ => (Link::Block(parent), String::new()),
                 };
                 Record::Added { group: group as u32, partial, parent, adapter, block, fp }
+            }
+            BELOW_ROOT | BELOW_BLOCK => {
+                let (fp, parent, below) = (take(w)?, take(w)?, take(w)? != 0);
+                let (parent, adapter) = match kind {
+                    BELOW_ROOT => (Link::Root(parent), take_text(w)?),
+                    _ => (Link::Block(parent), String::new()),
+                };
+                Record::Below { fp, parent, adapter, below }
             }
             MOVED => Record::Moved { from: take(w)?, to: take(w)? },
             UNNAMED => Record::Unnamed { blocks: w },

@@ -91,6 +91,11 @@ impl Live {
         }
     }
 
+    /// The names that were made so far.
+    pub fn known(&self) -> &[Fingerprint] {
+        &self.fingerprints
+    }
+
     /// The names of its first `blocks` blocks; shorter when there are not that many tokens, or no names.
     pub fn names(&mut self, blocks: usize, grain: Grain, tokens: &(impl Tokens + ?Sized)) -> &[Fingerprint] {
         if self.nameless || grain.unit == 0 {

@@ -75,6 +75,16 @@ impl Slots {
         }
     }
 
+    /// How many blocks the table is for.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Is it for none?
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
     /// Is something owed to the publisher? Then the order is lost, and lookups cannot be predicted.
     pub fn owes(&self) -> bool {
         self.clear_is_owed || !self.marked.is_empty()

@@ -183,6 +183,10 @@ pub struct Counters {
     pub replays: u64,
     /// Messages not handed to the socket, because readers lag (their seqs are consumed).
     pub dropped: u64,
+    /// Reports of tiers below the GPU about blocks that the agent does not know.
+    pub unknown_below: u64,
+    /// Reports of media that the agent does not know; their blocks count as below, never as on the GPU.
+    pub unknown_media: u64,
     /// Times that the publishing socket was renewed because a reader lagged.
     pub renewals: u64,
 }

@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kvatlas import facts, publisher
+from kvatlas import facts, publisher, tiers
 from kvatlas._agent import Agent, hook_cached, hook_handed_out
 
 # A child of vLLM's logger, so that the lines appear where vLLM's do.
@@ -248,6 +248,10 @@ def _made(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     _, note = facts.version(scheduler)
     if note:
         log.warning("kvatlas: %s", note)
+    try:
+        tiers.follow(scheduler, agent)
+    except Exception:
+        log.exception("kvatlas: the tiers below the GPU are not followed")
     _wrap_overrides(type(scheduler))
     _wrap_core()
     config = scheduler.vllm_config

@@ -3,11 +3,13 @@
 use crate::engine::Request;
 use crate::plan::{Plan, Together};
 use crate::requests::{Item, Tokens};
+use crate::tiers::{Report, UNKNOWN_MEDIUM};
 use proto::hit::{Hits, Kind};
+use proto::native::dialect::Medium;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
 /// Token ids as the engine keeps them: a list of ints.
 pub(super) struct Ids<'a, 'py>(pub(super) &'a Bound<'py, PyList>);
@@ -124,4 +126,54 @@ pub(super) fn plan(rules: &Bound<'_, PyDict>) -> PyResult<Plan> {
         specs.push(Together { kind, block, span, eagle, groups: entry(&spec, "groups")? });
     }
     Plan::new(hits, specs).map_err(|what| PyValueError::new_err(format!("the engine's rules make no sense: {what}")))
+}
+
+/// The last 8 bytes of one of the engine's hashes, big-endian: as bytes, or as the number that events carry.
+pub(super) fn tail(hash: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Ok(bytes) = hash.cast::<PyBytes>() {
+        let last = bytes.as_bytes().last_chunk::<8>();
+        return last
+            .map(|last| u64::from_be_bytes(*last))
+            .ok_or_else(|| PyValueError::new_err("a hash of less than 8 bytes"));
+    }
+    hash.extract::<u64>().or_else(|_| Ok(hash.extract::<i64>()? as u64))
+}
+
+/// One event of a KV connector as reports: none for the GPU's own blocks, and for groups other than the first.
+pub(super) fn reports(event: &Bound<'_, PyAny>, out: &mut Vec<Report>) -> PyResult<()> {
+    let py = event.py();
+    let class = event.get_type().name()?;
+    let stored = match class.to_str()? {
+        "BlockStored" => true,
+        "BlockRemoved" => false,
+        "AllBlocksCleared" => {
+            out.push(Report::Cleared);
+            return Ok(());
+        }
+        _ => return Ok(()), // an event of a later version
+    };
+    let medium = match optional(event, intern!(py, "medium"))? {
+        Some(medium) => Medium::from_name(text(&medium)?),
+        None => Medium::Gpu,
+    };
+    let medium = match medium {
+        Medium::Gpu => return Ok(()),
+        Medium::Cpu => 1,
+        Medium::Storage => 2,
+        Medium::Unknown => UNKNOWN_MEDIUM,
+    };
+    if optional(event, intern!(py, "group_idx"))?.is_some_and(|group| group.extract().is_ok_and(|group: u64| group > 0))
+    {
+        return Ok(());
+    }
+    // Events with tokens are of single blocks; those without name the last block of a larger one.
+    let single = match optional(event, intern!(py, "token_ids"))? {
+        Some(tokens) => tokens.len()? > 0,
+        None => false,
+    };
+    for hash in event.getattr(intern!(py, "block_hashes"))?.try_iter()? {
+        let hash = tail(&hash?)?;
+        out.push(if stored { Report::Stored { hash, medium, single } } else { Report::Removed { hash, medium } });
+    }
+    Ok(())
 }

@@ -84,7 +84,8 @@ impl Lookup {
             // Agents of engines with one tier publish *gpu* alone: *any* contains it by definition.
             let mut any_blocks = depths[SetKind::Any.index()].max(gpu_blocks);
             let cached = match status.rule() {
-                HitRule::Closed => block::cached_tokens(any_blocks as usize, block_size, prompt_tokens),
+                // What comes from a tier below is no hit of the engine's own cache: it is in `any_blocks`.
+                HitRule::Closed => block::cached_tokens(gpu_blocks as usize, block_size, prompt_tokens),
                 HitRule::Sets(hits) if same && block_size > 0 => {
                     let has = |set: usize, at| {
                         let kind = u8::try_from(set).ok().and_then(SetKind::of_spec);
