@@ -200,6 +200,30 @@ class Engine:
         self.scheduler.add_request(request)
 
 
+class Closed:
+    """A prefix-closed set as a receiver keeps it."""
+
+    def __init__(self) -> None:
+        self.members: set[int] = set()
+        self.parent: dict[int, int] = {}
+        self.children: dict[int, int] = {}
+
+    def store(self, parent: int, chain: list[int], root: bool) -> None:
+        assert root or parent in self.members, "a child was stored before its parent"
+        for fp in chain:
+            assert fp not in self.members, "stored twice"
+            self.members.add(fp)
+            self.parent[fp] = parent
+            self.children[parent] = self.children.get(parent, 0) + 1
+            parent = fp
+
+    def remove(self, chain: list[int]) -> None:
+        for fp in chain:
+            self.members.remove(fp)
+            assert not self.children.get(fp), "a parent was removed before its child"
+            self.children[self.parent.pop(fp)] -= 1
+
+
 class Reader:
     """Follows an agent as an index does, with pyzmq, and checks what every receiver relies on."""
 
@@ -211,9 +235,7 @@ class Reader:
         self.events.connect(agent.events.replace("0.0.0.0", "127.0.0.1"))
         self.control = self.context.socket(zmq.DEALER)
         self.control.connect(agent.control.replace("0.0.0.0", "127.0.0.1"))
-        self.set: set[int] = set()
-        self.parent: dict[int, int] = {}
-        self.children: dict[int, int] = {}
+        self.closed: dict[str, Closed] = {}
         self.next: int | None = None
         self.state: dict | None = None
         self.lives: list[tuple[str, dict]] = []
@@ -246,7 +268,7 @@ class Reader:
         for piece in pieces:
             for chain in piece["chains"]:
                 self._store(chain)
-        assert [["gpu", xxh.digest(self.set)]] == first["digests"]
+        assert first["digests"] == [[kind, xxh.digest(self.sets.get(kind, set()))] for kind, _ in first["digests"]]
         self.next = first["next"]
 
     def read(self, until: Any, seconds: float = 20) -> None:
@@ -270,28 +292,35 @@ class Reader:
             if kind == "store":
                 self._store(body)
             elif kind == "remove":
-                for fp in self._list(body):
-                    self.set.remove(fp)
-                    assert not self.children.get(fp), "a parent was removed before its child"
-                    self.children[self.parent.pop(fp)] -= 1
+                self.closed[body["k"]].remove(self._list(body))
             elif kind == "clear":
                 self.clears += 1
                 self._forget()
             elif kind == "state":
                 self.state = body
-                (told,) = body["digests"]
-                assert told == {"kind": "gpu", "digest": xxh.digest(self.set)}, f"digest at seq {seq}"
+                told = {one["kind"]: one["digest"] for one in body["digests"]}
+                have = {kind: xxh.digest(self.sets.get(kind, set())) for kind in told}
+                assert "gpu" in told and told == have, f"digests at seq {seq}"
             elif kind == "life":
                 ((event, life),) = body.items()
                 self.lives.append((event, life))
             else:
                 raise AssertionError(kind)
 
+    @property
+    def sets(self) -> dict[str, set[int]]:
+        """Members by kind."""
+        return {kind: closed.members for kind, closed in self.closed.items()}
+
+    @property
+    def set(self) -> set[int]:
+        """What is reachable on GPU."""
+        return self.closed["gpu"].members
+
     def _forget(self) -> None:
-        self.set, self.parent, self.children = set(), {}, {}
+        self.closed = {"gpu": Closed()}
 
     def _list(self, body: dict) -> list[int]:
-        assert body["k"] == "gpu"
         data = body["f"]
         return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
 
@@ -300,11 +329,4 @@ class Reader:
         if kind == "root":
             self.roots[parent["fp"]] = (parent["model"], parent["adapter"])
             parent = parent["fp"]
-        else:
-            assert parent in self.set, "a child was stored before its parent"
-        for fp in self._list(body):
-            assert fp not in self.set, "stored twice"
-            self.set.add(fp)
-            self.parent[fp] = parent
-            self.children[parent] = self.children.get(parent, 0) + 1
-            parent = fp
+        self.closed.setdefault(body["k"], Closed()).store(parent, self._list(body), kind == "root")
