@@ -1,5 +1,6 @@
 //! The demo: everything set up, started, driven and judged.
 
+pub mod bench_agent;
 mod concurrent;
 pub mod engines;
 mod journal;

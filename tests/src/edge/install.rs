@@ -173,6 +173,18 @@ pub async fn programs(places: &Places) -> Result<()> {
 /// # Errors
 /// When it does not compile or pip refuses it.
 pub async fn wheel(places: &Places) -> Result<()> {
+    wheel_of(places, &[]).await
+}
+
+/// The same, optimized: for benchmarks.
+///
+/// # Errors
+/// When it does not compile or pip refuses it.
+pub async fn release_wheel(places: &Places) -> Result<()> {
+    wheel_of(places, &["--release"]).await
+}
+
+async fn wheel_of(places: &Places, profile: &[&str]) -> Result<()> {
     let wheels = places.e2e.join("wheels");
     // maturin asks cargo, which knows what has changed.
     always("the agent's wheel", async || {
@@ -181,7 +193,7 @@ pub async fn wheel(places: &Places) -> Result<()> {
         }
         let mut command = Command::new(places.python());
         command.current_dir(&places.root).args(["-m", "maturin", "build", "--interpreter"]).arg(places.python());
-        run(places, "maturin", command.arg("--out").arg(&wheels)).await
+        run(places, "maturin", command.arg("--out").arg(&wheels).args(profile)).await
     })
     .await?;
     let built: Vec<PathBuf> = std::fs::read_dir(&wheels)?.filter_map(|e| Some(e.ok()?.path())).collect();
