@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 const REQUEST: &str = "0f8fad5b-d9cb-469f-a165-70867728950e";
 
 #[tokio::test]
-async fn first_contact_and_every_face() -> Result<()> {
+async fn b8_b9_first_contact_and_every_face() -> Result<()> {
     let engine = Publisher::start("a", SEED).await?;
     engine.engine().bundle = (0..3500u32).map(|n| n as u8).collect();
     engine.hold(&prompt(0..96), true);
@@ -108,7 +108,7 @@ async fn first_contact_and_every_face() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_is_lost_is_replayed() -> Result<()> {
+async fn b1_what_is_lost_is_replayed() -> Result<()> {
     let engine = Publisher::start("a", SEED).await?;
     let index = Running::start(&[&engine]).await?;
     index.state("a.0", "in_step").await?;
@@ -126,7 +126,7 @@ async fn what_is_lost_is_replayed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
+async fn c6_a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
     let (engine, other) = (Publisher::start("a", SEED).await?, Publisher::start("b", SEED).await?);
     let index = Running::start(&[&engine, &other]).await?;
     for one in [&engine, &other] {
@@ -147,7 +147,7 @@ async fn a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
 }
 
 #[tokio::test]
-async fn silence_takes_credit_and_then_everything_and_all_comes_back() -> Result<()> {
+async fn c13_silence_takes_credit_and_then_everything_and_all_comes_back() -> Result<()> {
     let engine = Publisher::start("a", SEED).await?;
     engine.hold(&prompt(0..64), true);
     let leases = Leases { lease_ms: 3000, ..Leases::default() };
@@ -175,7 +175,7 @@ async fn silence_takes_credit_and_then_everything_and_all_comes_back() -> Result
 }
 
 #[tokio::test]
-async fn another_seed_is_named_and_credits_nothing() -> Result<()> {
+async fn a5_a6_another_seed_is_named_and_credits_nothing() -> Result<()> {
     let (engine, keyless) = (Publisher::start("a", SEED + 1).await?, Publisher::start("b", 0).await?);
     let index = Running::start(&[&engine, &keyless]).await?;
     for (one, words) in [(&engine, "seed or version differs"), (&keyless, "KVATLAS_SEED")] {
@@ -191,7 +191,7 @@ async fn another_seed_is_named_and_credits_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_index_that_starts_anew_is_soon_in_step() -> Result<()> {
+async fn c10_c16_an_index_that_starts_anew_is_soon_in_step() -> Result<()> {
     let engine = Publisher::start("a", SEED).await?;
     engine.hold(&prompt(0..64), true);
     let index = Running::start(&[&engine]).await?;
@@ -346,7 +346,7 @@ async fn a_stock_engine_is_followed_by_its_own_events() -> Result<()> {
 }
 
 #[tokio::test]
-async fn engines_come_and_go_with_the_fleet_file() -> Result<()> {
+async fn c4_c5_engines_come_and_go_with_the_fleet_file() -> Result<()> {
     let (a, b) = (Publisher::start("a", SEED).await?, Publisher::start("b", SEED).await?);
     b.hold(&prompt(0..64), true);
     let folder = std::env::temp_dir().join(format!("kvatlas-fleet-{}", std::process::id()));

@@ -3,9 +3,15 @@
 mod agent_fingerprints;
 mod agent_memory;
 mod agent_truth;
+mod cases_copies;
+mod cases_engine;
+mod cases_groups;
+mod cases_keys;
+mod cases_streams;
 mod concurrency;
 mod envoy_cases;
 mod find;
+mod fuzz_corpus;
 mod r#gen;
 mod in_step;
 mod in_step_sender;

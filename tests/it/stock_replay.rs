@@ -20,7 +20,7 @@ async fn warmed(name: &str, metrics: bool) -> Result<Stock> {
 }
 
 #[tokio::test]
-async fn a_late_start_is_made_good_by_replays_of_both_layouts() -> Result<()> {
+async fn b2_b9_c10_a_late_start_is_made_good_by_replays_of_both_layouts() -> Result<()> {
     for topic in [false, true] {
         let mut engine = warmed("a", false).await?;
         engine.behaviour().topic = topic;
@@ -37,7 +37,7 @@ async fn a_late_start_is_made_good_by_replays_of_both_layouts() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_gap_is_closed_by_a_replay_and_applied_in_order() -> Result<()> {
+async fn b1_b4_a_gap_is_closed_by_a_replay_and_applied_in_order() -> Result<()> {
     let mut engine = warmed("a", false).await?;
     let index = index(&[&engine]).await?;
     index.state("a.0", "in_step").await?;
@@ -76,7 +76,7 @@ async fn a_replay_that_is_dropped_in_part_is_asked_for_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_ring_that_rolled_over_gives_a_partial_view_and_says_so() -> Result<()> {
+async fn b6_b8_a_ring_that_rolled_over_gives_a_partial_view_and_says_so() -> Result<()> {
     let mut engine = warmed("a", false).await?;
     engine.step(&[stored(&[7, 8], None, 700..732)], false).await?;
     engine.behaviour().ring.drain(..2);
@@ -92,7 +92,7 @@ async fn a_ring_that_rolled_over_gives_a_partial_view_and_says_so() -> Result<()
 }
 
 #[tokio::test]
-async fn a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
+async fn c6_a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
     let mut engine = warmed("a", true).await?;
     let index = index(&[&engine]).await?;
     index.state("a.0", "in_step").await?;
@@ -109,7 +109,7 @@ async fn a_restart_in_place_leaves_nothing_of_the_old_process() -> Result<()> {
 }
 
 #[tokio::test]
-async fn quiet_is_not_stale_and_no_metrics_are_silence() -> Result<()> {
+async fn c13_quiet_is_not_stale_and_no_metrics_are_silence() -> Result<()> {
     let engine = warmed("a", true).await?;
     let index = index(&[&engine]).await?;
     index.state("a.0", "in_step").await?;

@@ -25,6 +25,8 @@ pub struct Behaviour {
     pub asked: Vec<u64>,
     /// What `/metrics` say; `None`: it does not answer.
     pub started: Option<f64>,
+    /// Prompt tokens that they say were served.
+    pub served: f64,
 }
 
 /// A running engine.
@@ -74,6 +76,7 @@ impl Stock {
             most: usize::MAX,
             asked: vec![],
             started: Some(1000.0),
+            served: 0.0,
         }));
         let mut publisher = PubSocket::new();
         let events = publisher.bind("tcp://127.0.0.1:0").await?.to_string();
@@ -92,8 +95,15 @@ impl Stock {
             tasks.push(tokio::spawn(async move {
                 while let Ok((mut socket, _)) = listener.accept().await {
                     let _ = socket.read(&mut [0; 4096]).await;
-                    let Some(started) = lock(&shared).started else { continue };
-                    let body = format!("# TYPE x gauge\nprocess_start_time_seconds {started:e}\n");
+                    let (started, served) = {
+                        let engine = lock(&shared);
+                        (engine.started, engine.served)
+                    };
+                    let Some(started) = started else { continue };
+                    let body = format!(
+                        "# TYPE x gauge\nprocess_start_time_seconds {started:e}\n\
+                         vllm:prompt_tokens_total{{engine=\"0\"}} {served}\n"
+                    );
                     let head =
                         format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", body.len());
                     let _ = socket.write_all(format!("{head}{body}").as_bytes()).await;

@@ -6,6 +6,7 @@
 //! * [`edge`]: processes, downloads, sockets.
 //! * [`app`]: `cargo demo`.
 //! * [`sim`]: the inside of a simulated engine; its outside is in [`edge::sim`].
+//! * [`fuzz`]: what fuzzers run, and what the corpus begins with.
 //! * [`naive`], [`seeded`]: models and random worlds that the tests compare with.
 //! * [`rust_source`]: what the house rules read of a source file.
 
@@ -14,6 +15,7 @@ pub mod config;
 pub mod decision;
 pub mod edge;
 pub mod envoy;
+pub mod fuzz;
 pub mod holdings;
 pub mod naive;
 pub mod plan;

@@ -1,0 +1,4 @@
+//! `harness::fuzz::native_batch` under libFuzzer.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| harness::fuzz::native_batch(data));
