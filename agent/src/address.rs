@@ -1,4 +1,7 @@
-//! Where a socket listens: `tcp://host:port` (`*` is every interface) or `ipc://path`.
+//! Where a socket listens or an index is: `tcp://host:port` (`*` is every interface) or `ipc://path`; and where the
+//! engine's own API server is reached.
+
+use std::net::{IpAddr, SocketAddr};
 
 /// A parsed address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,6 +46,52 @@ impl Address {
         };
         Ok(Address::Tcp { host, port })
     }
+
+    /// Reads an address to connect to: `tcp://host:port`, or `host:port` alone.
+    ///
+    /// # Errors
+    /// When the text is another form, or names no host or no port.
+    pub fn peer(text: &str) -> Result<Self, BadAddress> {
+        let whole = if text.contains("://") { text.to_string() } else { format!("tcp://{text}") };
+        match Address::parse(&whole, 0)? {
+            Address::Tcp { host, port } if port > 0 && host != "0.0.0.0" => Ok(Address::Tcp { host, port }),
+            _ => Err(BadAddress(text.chars().take(128).collect())),
+        }
+    }
+}
+
+/// What the engine knows of its API server.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Http {
+    /// The host that it was told to listen on, or that it is known by; `None` or a wildcard: every one of this pod.
+    pub host: Option<String>,
+    /// Its port; `None`: there is no API server that this engine knows of.
+    pub port: Option<u16>,
+    /// What to ask for in the header `X-data-parallel-rank`, where one API server fronts several ranks. It counts as
+    /// that server does: from 0 for the ranks of its own node, when it fronts only those.
+    pub rank_header: Option<u32>,
+}
+
+/// Is it an `ip` or an `ip:port`?
+pub fn is_reached(text: &str) -> bool {
+    text.parse::<SocketAddr>().is_ok() || text.parse::<IpAddr>().is_ok()
+}
+
+/// `ip:port` of the API server as others reach it, "" when it is not known. `told` (`KVATLAS_ADDRESS`) wins, with the
+/// engine's own port when it has none; then the one host that the server listens on; then `pod_ip`; then `own`, this
+/// machine's address on the way out.
+pub fn reached(told: Option<&str>, pod_ip: Option<&str>, http: &Http, own: Option<IpAddr>) -> String {
+    let ip = |text: &str| text.parse::<IpAddr>().ok();
+    if let Some(whole) = told.and_then(|told| told.parse::<SocketAddr>().ok()) {
+        return whole.to_string();
+    }
+    let bound = http.host.as_deref().map(|host| if host == "localhost" { "127.0.0.1" } else { host });
+    let bound = bound.and_then(ip).filter(|ip| !ip.is_unspecified());
+    let host = told.and_then(ip).or(bound).or(pod_ip.and_then(ip)).or(own);
+    match (host, http.port) {
+        (Some(ip), Some(port)) => SocketAddr::new(ip, port).to_string(),
+        _ => String::new(),
+    }
 }
 
 impl std::fmt::Display for Address {
@@ -71,5 +120,38 @@ mod tests {
             assert!(parse(bad, 0).is_err(), "{bad}");
         }
         assert!(parse("tcp://*:65535", 1).is_err());
+    }
+    #[test]
+    fn an_index_is_dialled_at_a_host_and_a_port() {
+        let peer = |text| Address::peer(text).map(|a| a.to_string());
+        assert_eq!(peer("tcp://index:9402").as_deref(), Ok("tcp://index:9402"));
+        assert_eq!(peer("index:9402").as_deref(), Ok("tcp://index:9402"));
+        for bad in ["tcp://*:9402", "tcp://index:0", "ipc:///run/x", "index"] {
+            assert!(peer(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_api_server_is_where_it_is_said_to_be() {
+        let http = |host: Option<&str>| Http { host: host.map(Into::into), port: Some(8001), rank_header: None };
+        let own = "10.1.1.1".parse().ok();
+        let every = http(None);
+        assert_eq!(reached(None, None, &every, own), "10.1.1.1:8001");
+        assert_eq!(reached(None, Some("10.0.0.7"), &every, own), "10.0.0.7:8001");
+        assert_eq!(reached(None, Some("fd00::7"), &http(Some("::")), own), "[fd00::7]:8001");
+        assert_eq!(reached(None, Some("10.0.0.7"), &http(Some("localhost")), own), "127.0.0.1:8001");
+        assert_eq!(reached(None, Some("10.0.0.7"), &http(Some("10.9.9.9")), own), "10.9.9.9:8001");
+        assert_eq!(reached(Some("10.2.2.2"), Some("10.0.0.7"), &http(Some("10.9.9.9")), own), "10.2.2.2:8001");
+        assert_eq!(reached(Some("10.2.2.2:80"), None, &every, own), "10.2.2.2:80");
+        assert_eq!(reached(None, None, &every, None), "");
+        assert_eq!(reached(Some("10.2.2.2"), None, &Http::default(), own), "");
+    }
+
+    #[test]
+    fn f4_ranks_that_share_a_setting_have_addresses_of_their_own() {
+        // One environment for all ranks of a pod: each is told its own port by its own command line.
+        let ranks = [8000, 8001].map(|port| Http { host: None, port: Some(port), rank_header: None });
+        let addresses = ranks.map(|http| reached(Some("10.0.0.7"), None, &http, None));
+        assert_eq!(addresses, ["10.0.0.7:8000", "10.0.0.7:8001"]);
     }
 }

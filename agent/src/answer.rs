@@ -4,6 +4,7 @@ use crate::feed::Feed;
 use proto::control::{
     BUNDLE_PIECE_BYTES, MAX_BUNDLE_BYTES, MAX_REQUEST_BYTES, REPLAY_PIECE, Reply, Request, decode, encode,
 };
+use proto::proof::{Listener, Nonce, Secret};
 use xxhash_rust::xxh3::xxh3_128;
 
 /// Bytes of payloads after which a replay's answer takes no further one: an answer is at most this and one message.
@@ -51,6 +52,34 @@ fn refused(reason: &str) -> Reply {
     Reply::Refused { reason: reason.to_string() }
 }
 
+/// Stands before a connection's requests: with a secret, only who proved to know it is answered.
+#[derive(Debug)]
+pub struct Gate {
+    secret: Option<Secret>,
+    listener: Listener,
+}
+
+impl Gate {
+    /// The gate of one connection. `nonce`: random bytes, drawn for it alone.
+    pub fn new(secret: Option<Secret>, nonce: Nonce) -> Self {
+        Self { listener: Listener::new(secret.as_ref(), nonce), secret }
+    }
+
+    /// The gate's own answer; `None`: the request may pass.
+    pub fn answer(&mut self, request: &[u8]) -> Option<Answer> {
+        let request = if request.len() > MAX_REQUEST_BYTES { None } else { decode::<Request>(request).ok() };
+        let reply = match request {
+            Some(Request::Hello(hello)) => self.listener.challenge(hello).map(Reply::Challenge),
+            Some(Request::Proof(proof)) => self.listener.welcome(self.secret.as_ref(), &proof).map(Reply::Welcome),
+            _ if self.listener.is_open() => return None,
+            _ => {
+                Ok(refused("this agent answers only who proves to know its KVATLAS_SECRET; set the same at the index"))
+            }
+        };
+        Some(ready(&reply.unwrap_or_else(|untrusted| refused(&untrusted.to_string()))))
+    }
+}
+
 /// Answers one request.
 pub fn answer(feed: &mut Feed, bundle: Option<&Bundle>, request: &[u8], now_ms: u64) -> Answer {
     if request.len() > MAX_REQUEST_BYTES {
@@ -78,10 +107,46 @@ pub fn answer(feed: &mut Feed, bundle: Option<&Bundle>, request: &[u8], now_ms: 
             bundle.filter(|b| b.digest == digest).and_then(|b| b.piece(offset)).unwrap_or(Reply::NoBundle)
         }
         Request::Audit { from } => return Answer::Audit(from),
+        // The gate's to answer; who was dialled has no need of them.
+        Request::Hello(_) | Request::Proof(_) => refused("this connection is open already"),
     })
 }
 
 /// An encoded reply.
 pub fn ready(reply: &Reply) -> Answer {
     Answer::Ready(encode(reply).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::proof::{Caller, Hello, Proof};
+
+    fn told(answer: Option<Answer>) -> Option<Reply> {
+        match answer? {
+            Answer::Ready(bytes) => decode(&bytes).ok(),
+            Answer::Audit(_) => None,
+        }
+    }
+
+    #[test]
+    fn nothing_passes_the_gate_without_a_proof() -> Result<(), Box<dyn std::error::Error>> {
+        let (secret, other) = (Secret::new("0123456789abcdef")?, Secret::new("0123456789abcdeX")?);
+        let snapshot = encode(&Request::Snapshot { cut: None, piece: 0 })?;
+        let is_refused = |reply: Option<Reply>| matches!(reply, Some(Reply::Refused { .. }));
+        for (theirs, opens) in [(Some(&secret), true), (Some(&other), false), (None, false)] {
+            let mut gate = Gate::new(Some(secret.clone()), [3; 32]);
+            assert!(is_refused(told(gate.answer(&snapshot))));
+            assert!(is_refused(told(gate.answer(b"nonsense"))));
+            let caller = Caller::new(Hello { engine: None, epoch: None, nonce: [4; 32] }, false);
+            let reply = told(gate.answer(&encode(&Request::Hello(caller.hello().clone()))?));
+            let Some(Reply::Challenge(challenge)) = reply else { panic!("no challenge but {reply:?}") };
+            let proof = caller.prove(theirs, &challenge).unwrap_or(Proof { mac: vec![] });
+            let reply = told(gate.answer(&encode(&Request::Proof(proof))?));
+            assert_eq!(matches!(reply, Some(Reply::Welcome(_))), opens, "{reply:?}");
+            assert_eq!(gate.answer(&snapshot).is_none(), opens);
+        }
+        assert!(Gate::new(None, [3; 32]).answer(&snapshot).is_none(), "without a secret all are served");
+        Ok(())
+    }
 }

@@ -1,10 +1,11 @@
 //! Starts the agent: the engine's handle on one side, the publisher's thread on the other.
 
-use crate::address::Address;
+use crate::address::{Address, reached};
 use crate::answer::Bundle;
 use crate::config::Config;
 use crate::edge::clock::{self, Clock};
-use crate::edge::control::{self, Auditor, Later};
+use crate::edge::control::{self, Auditor, Desk, Later};
+use crate::edge::dial;
 use crate::edge::listen::{self, Bound};
 use crate::edge::publish;
 use crate::edge::wake::{self, Bell, Waker};
@@ -68,9 +69,10 @@ impl Agent {
     /// # Errors
     /// When an address is bad, or the operating system gives no thread or no socket pair.
     pub fn start(config: &Config, facts: &Facts) -> Result<Self> {
-        let events = Address::parse(&config.bind, facts.rank)?;
-        let control = Address::parse(&config.control, facts.rank)?;
-        let identity = Identity::new(&config.engine, clock::epoch(), facts, config.model.as_deref(), config.seed);
+        let listens = |text: &str| if text.is_empty() { Ok(None) } else { Address::parse(text, facts.rank).map(Some) };
+        let (events, control) = (listens(&config.bind)?, listens(&config.control)?);
+        let mut identity = Identity::new(&config.engine, clock::epoch(), facts, config.model.as_deref(), config.seed);
+        identity.address = reached(config.address.as_deref(), config.pod_ip.as_deref(), &facts.http, dial::own_ip());
         let gauges = Arc::new(Gauges::default());
         let (writer, reader) = ring::for_pool(facts.total_blocks as usize);
         let (waker, bell) = wake::pair().context("no socket pair to wake the publisher")?;
@@ -78,18 +80,24 @@ impl Agent {
         let feed = Feed::new(identity.clone(), facts.clone(), reader, gauges.clone(), config.heartbeat_ms);
         let later = Arc::new(Later::default());
         let stop = Arc::new(AtomicBool::new(false));
-        let (events, control) = (Socket::bind(events), Socket::bind(control));
-        let (events_at, control_at) = (events.address.to_string(), control.address.to_string());
+        let (events, control) = (events.map(Socket::bind), control.map(Socket::bind));
+        let place = |socket: &Option<Socket>| socket.as_ref().map(|socket| socket.address.to_string());
+        let (events_at, control_at) = (place(&events).unwrap_or_default(), place(&control).unwrap_or_default());
+        let sockets = Sockets { events, control, indexes: config.indexes.clone(), secret: config.secret.clone() };
         let body = {
             let (stop, later) = (stop.clone(), later.clone());
             move || {
-                if let Err(error) = run(feed, events, control, bell, later, stop) {
+                if let Err(error) = run(feed, sockets, bell, later, stop) {
                     tracing::error!(%error, "the kvatlas agent stopped; the engine goes on without it");
                 }
             }
         };
         let thread = std::thread::Builder::new().name("kvatlas".to_string()).spawn(body).context("no thread")?;
-        tracing::info!(engine = %identity.engine, epoch = %identity.epoch, events = events_at, control = control_at, "kvatlas agent started");
+        let dials = config.indexes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        tracing::info!(
+            engine = %identity.engine, epoch = %identity.epoch, events = events_at, control = control_at, dials,
+            address = identity.address, "kvatlas agent started"
+        );
         let wake = waker.clone();
         let engine =
             Engine::new(facts, &identity.model, config.seed, writer, gauges.clone(), Box::new(move || wake.wake()));
@@ -108,7 +116,8 @@ impl Agent {
 }
 
 impl Publisher {
-    /// Where messages are published; the port is the real one. A host of `0.0.0.0` is every interface.
+    /// Where messages are published; the port is the real one. A host of `0.0.0.0` is every interface. "" when this
+    /// agent only dials.
     pub fn events(&self) -> &str {
         &self.events
     }
@@ -154,6 +163,14 @@ impl Drop for Publisher {
     }
 }
 
+/// Where this agent speaks.
+struct Sockets {
+    events: Option<Socket>,
+    control: Option<Socket>,
+    indexes: Vec<Address>,
+    secret: Option<proto::proof::Secret>,
+}
+
 struct Socket {
     address: Address,
     bound: Option<Bound>,
@@ -164,7 +181,7 @@ impl Socket {
         match listen::bind(&address) {
             Ok((bound, address)) => Self { address, bound: Some(bound) },
             Err(error) => {
-                tracing::error!(%address, %error, "kvatlas cannot listen here yet; trying again every second (is the port taken? set KVATLAS_BIND and KVATLAS_CONTROL)");
+                tracing::error!(%address, %error, "kvatlas cannot listen here yet; trying again every second. Is the port taken, as by a second engine on this host? Then set KVATLAS_BIND and KVATLAS_CONTROL to other ports, or KVATLAS_INDEX to dial the index and need none");
                 Self { address, bound: None }
             }
         }
@@ -172,24 +189,22 @@ impl Socket {
 
     async fn wait(mut self) -> Bound {
         loop {
-            match self.bound.take().map_or_else(|| listen::bind(&self.address).map(|(bound, _)| bound), Ok) {
-                Ok(bound) => return bound,
-                Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
+            if let Some(bound) = self.bound.take() {
+                return bound;
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            if let Ok((bound, _)) = listen::bind(&self.address) {
+                tracing::info!(address = %self.address, "kvatlas listens here now");
+                self.bound = Some(bound);
             }
         }
     }
 }
 
-fn run(
-    feed: Feed,
-    events: Socket,
-    control: Socket,
-    bell: Bell,
-    later: Arc<Later>,
-    stop: Arc<AtomicBool>,
-) -> Result<()> {
-    // One blocking thread: it reads the pool for an audit, nothing else.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build()?;
+fn run(feed: Feed, sockets: Sockets, bell: Bell, later: Arc<Later>, stop: Arc<AtomicBool>) -> Result<()> {
+    // Blocking threads read the pool for an audit and look up the names of indexes, nothing else: one that waits for
+    // the engine or a name server leaves others for the rest.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
     let tasks = tokio::task::LocalSet::new();
     let done = tasks.block_on(&runtime, async {
         let clock = Clock::start();
@@ -197,20 +212,25 @@ fn run(
         let topic = proto::event::topic(&feed.identity().engine);
         let feed = Rc::new(RefCell::new(feed));
         let (next, watching) = watch::channel(0);
-        {
-            let feed = feed.clone();
+        let desk = Desk { feed: feed.clone(), later: later.clone(), clock };
+        if let Some(events) = sockets.events {
+            let (feed, watching) = (feed.clone(), watching.clone());
             tokio::task::spawn_local(async move {
                 let serve = |stream| publish::serve(stream, topic.clone(), feed.clone(), watching.clone());
                 listen::accept(events.wait().await, serve).await
             });
         }
-        {
-            let (feed, later) = (feed.clone(), later.clone());
+        if let Some(control) = sockets.control {
+            let (desk, secret) = (desk.clone(), sockets.secret.clone());
             tokio::task::spawn_local(async move {
-                let serve = |stream| control::serve(stream, feed.clone(), later.clone(), clock);
+                let serve = |stream| control::serve(stream, desk.clone(), secret.clone());
                 listen::accept(control.wait().await, serve).await
             });
         }
+        for index in sockets.indexes {
+            tokio::task::spawn_local(dial::keep(index, desk.clone(), sockets.secret.clone(), watching.clone()));
+        }
+        drop(watching);
         let mut report = Report::default();
         while !stop.load(Ordering::Acquire) {
             let now = clock.now_ms();

@@ -1,15 +1,29 @@
 //! Settings of the agent, all by environment. A bad one turns the agent off, never the engine.
 
-use crate::address::{Address, BadAddress};
+use crate::address::{Address, BadAddress, is_reached};
 use proto::id::MAX_NAME_BYTES;
+use proto::proof::{BadSecret, Secret};
+
+/// Most indexes that are dialled: two replicas, twice while they are replaced, and room.
+pub const MAX_INDEXES: usize = 16;
 
 /// The agent's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// `KVATLAS_BIND`: where messages are published; the rank is added to the port.
+    /// `KVATLAS_BIND`: where messages are published; the rank is added to the port. "": nowhere.
     pub bind: String,
-    /// `KVATLAS_CONTROL`: where replay, snapshot, bundle and audit are answered; the rank is added to the port.
+    /// `KVATLAS_CONTROL`: where replay, snapshot, bundle and audit are answered; the rank is added to the port. "":
+    /// nowhere.
     pub control: String,
+    /// `KVATLAS_INDEX`: indexes that are dialled, `tcp://host:port`, separated by commas. When it is set, the two
+    /// addresses above are listened on only if they are set, too.
+    pub indexes: Vec<Address>,
+    /// `KVATLAS_SECRET`: what readers of the control socket and dialled indexes must prove to know.
+    pub secret: Option<Secret>,
+    /// `KVATLAS_ADDRESS`: the address (`ip` or `ip:port`) by which a gateway reaches the engine's API server.
+    pub address: Option<String>,
+    /// `POD_IP`: where the address is not set.
+    pub pod_ip: Option<String>,
     /// `KVATLAS_ENGINE`: the engine's name; the host's name by default.
     pub engine: String,
     /// `KVATLAS_MODEL`: the namespace's model; the engine's first served name by default.
@@ -43,9 +57,9 @@ pub enum BadConfig {
         /// Why.
         source: BadAddress,
     },
-    /// A setting that this version does not have.
-    #[error("KVATLAS_SECRET is set, and this version cannot authenticate its readers; unset it to run without")]
-    Secret,
+    /// The secret is too short or too long. Not repeated here.
+    #[error("KVATLAS_SECRET: {0}")]
+    Secret(#[from] BadSecret),
 }
 
 impl Default for Config {
@@ -53,6 +67,10 @@ impl Default for Config {
         Self {
             bind: "tcp://*:5757".to_string(),
             control: "tcp://*:5857".to_string(),
+            indexes: Vec::new(),
+            secret: None,
+            address: None,
+            pod_ip: None,
             engine: "engine".to_string(),
             model: None,
             seed: 0,
@@ -68,11 +86,6 @@ impl Default for Config {
 /// When a value is bad: then the agent must stay off.
 pub fn from_env() -> Result<Option<Config>, BadConfig> {
     parse(|name| std::env::var(name).ok(), &host_name())
-}
-
-/// Is the dial-in variable set, which this version does not have?
-pub fn wants_dial_in() -> bool {
-    std::env::var_os("KVATLAS_INDEX").is_some_and(|value| !value.is_empty())
 }
 
 fn host_name() -> String {
@@ -94,10 +107,31 @@ fn parse(get: impl Fn(&'static str) -> Option<String>, host: &str) -> Result<Opt
         "0" | "false" | "no" | "off" => return Ok(None),
         other => return Err(bad("KVATLAS_ENABLED", other, "1 or 0")),
     }
-    if get("KVATLAS_SECRET").is_some() {
-        return Err(BadConfig::Secret);
+    let mut config = Config {
+        engine: host.to_string(),
+        model: get("KVATLAS_MODEL"),
+        secret: get("KVATLAS_SECRET").map(|text| Secret::new(&text)).transpose()?,
+        pod_ip: get("POD_IP").filter(|ip| ip.parse::<std::net::IpAddr>().is_ok()),
+        ..Config::default()
+    };
+    for text in get("KVATLAS_INDEX").iter().flat_map(|list| list.split(',')).map(str::trim).filter(|t| !t.is_empty()) {
+        let index = Address::peer(text).map_err(|source| BadConfig::Address { name: "KVATLAS_INDEX", source })?;
+        if !config.indexes.contains(&index) {
+            config.indexes.push(index);
+        }
+        if config.indexes.len() > MAX_INDEXES {
+            return Err(bad("KVATLAS_INDEX", text, "a list of at most 16 indexes"));
+        }
     }
-    let mut config = Config { engine: host.to_string(), model: get("KVATLAS_MODEL"), ..Config::default() };
+    if !config.indexes.is_empty() {
+        (config.bind, config.control) = (String::new(), String::new());
+    }
+    if let Some(text) = get("KVATLAS_ADDRESS") {
+        if !is_reached(&text) {
+            return Err(bad("KVATLAS_ADDRESS", &text, "an ip or ip:port, as in 10.0.0.7:8000"));
+        }
+        config.address = Some(text);
+    }
     for (name, place) in [("KVATLAS_BIND", &mut config.bind), ("KVATLAS_CONTROL", &mut config.control)] {
         if let Some(text) = get(name) {
             Address::parse(&text, 0).map_err(|source| BadConfig::Address { name, source })?;
@@ -148,6 +182,28 @@ mod tests {
     }
 
     #[test]
+    fn an_agent_that_dials_listens_only_where_it_is_told_to() {
+        let dials = |more: &[(&str, &str)]| {
+            let pairs = [&[("KVATLAS_INDEX", "tcp://a:9402, b:9402,a:9402")], more].concat();
+            let config = with(&pairs).ok().flatten().unwrap_or_default();
+            (config.indexes.iter().map(ToString::to_string).collect::<Vec<_>>(), config.bind, config.control)
+        };
+        let both = ["tcp://a:9402", "tcp://b:9402"].map(String::from).to_vec();
+        assert_eq!(dials(&[]), (both.clone(), String::new(), String::new()));
+        assert_eq!(dials(&[("KVATLAS_BIND", "tcp://*:0")]), (both, "tcp://*:0".into(), String::new()));
+        let many = (0..17).map(|i| format!("tcp://a{i}:1")).collect::<Vec<_>>().join(",");
+        assert!(with(&[("KVATLAS_INDEX", &many)]).is_err());
+    }
+
+    #[test]
+    fn a_bad_secret_is_not_repeated() {
+        let error = with(&[("KVATLAS_SECRET", "only15byteslong")]).map_err(|e| e.to_string());
+        assert!(error.as_ref().is_err_and(|e| e.contains("16") && !e.contains("only")), "{error:?}");
+        let good = with(&[("KVATLAS_SECRET", "exactly16byteslo")]).ok().flatten();
+        assert!(good.is_some_and(|config| config.secret.is_some() && !format!("{config:?}").contains("exactly")));
+    }
+
+    #[test]
     fn bad_values_say_which() {
         for (name, value) in [
             ("KVATLAS_ENABLED", "maybe"),
@@ -156,7 +212,11 @@ mod tests {
             ("KVATLAS_CONTROL", "tcp://*"),
             ("KVATLAS_HEARTBEAT_MS", "0"),
             ("KVATLAS_LOG", "loud"),
-            ("KVATLAS_SECRET", "s"),
+            ("KVATLAS_SECRET", "only15byteslong"),
+            ("KVATLAS_INDEX", "tcp://index:9402,index"),
+            ("KVATLAS_INDEX", "tcp://*:9402"),
+            ("KVATLAS_INDEX", "tcp://index:0"),
+            ("KVATLAS_ADDRESS", "pod-a:8000"),
             ("KVATLAS_ENGINE", "a\tb"),
         ] {
             let error = with(&[(name, value)]).map_err(|e| e.to_string());

@@ -1,5 +1,6 @@
 //! What the engine tells about itself: once at the start, and once a step.
 
+use crate::address::Http;
 use crate::plan::Plan;
 use proto::event::{Group, HitRule};
 
@@ -28,6 +29,8 @@ pub struct Facts {
     pub groups: Vec<Group>,
     /// The engine's version.
     pub engine_version: String,
+    /// The engine's API server.
+    pub http: Http,
 }
 
 impl Facts {
@@ -54,6 +57,7 @@ impl Facts {
             plan: Plan::plain(block_size, [0, 32, 0]),
             groups: vec![Group { kind: "full_attention".to_string(), block_size, window: 0 }],
             engine_version: String::new(),
+            http: Http::default(),
         }
     }
 }

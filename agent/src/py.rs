@@ -3,6 +3,7 @@
 //!
 //! Every method may raise; the wrappers in `python/kvatlas` catch and count. None of them waits.
 
+use crate::address::Http;
 use crate::config;
 use crate::edge::clock::Clock;
 use crate::edge::control::AuditPage;
@@ -41,7 +42,7 @@ struct Agent {
 impl Agent {
     /// Starts an agent; `None` when the settings turn it off.
     #[staticmethod]
-    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", rules=None, doubt=None))]
+    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", rules=None, doubt=None, http=(None, None, None)))]
     #[allow(clippy::too_many_arguments)]
     fn start(
         pool: &Bound<'_, PyAny>,
@@ -56,6 +57,7 @@ impl Agent {
         engine_version: &str,
         rules: Option<&Bound<'_, PyDict>>,
         doubt: Option<&str>,
+        http: (Option<String>, Option<u16>, Option<u32>),
     ) -> PyResult<Option<Self>> {
         let config = match config::from_env() {
             Ok(Some(config)) => config,
@@ -63,9 +65,6 @@ impl Agent {
             Err(error) => return Err(PyValueError::new_err(error.to_string())),
         };
         log_to_stderr(&config.log);
-        if config::wants_dial_in() {
-            tracing::warn!("KVATLAS_INDEX is set, but this version cannot dial an index; it listens instead");
-        }
         if config.seed == 0 {
             tracing::warn!(
                 "KVATLAS_SEED is not set: fingerprints are not keyed, who sees them can test guesses of prompts"
@@ -100,6 +99,7 @@ impl Agent {
             plan,
             groups,
             engine_version: engine_version.to_string(),
+            http: Http { host: http.0, port: http.1, rank_header: http.2 },
         };
         let running = crate::Agent::start(&config, &facts).map_err(|e| PyRuntimeError::new_err(format!("{e:#}")))?;
         let null_block = match optional(pool, intern!(pool.py(), "null_block"))? {

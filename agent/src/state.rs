@@ -20,6 +20,8 @@ pub struct Identity {
     pub models: Vec<String>,
     /// The heartbeat's check.
     pub check: u64,
+    /// `ip:port` of the engine's API server, "" when unknown.
+    pub address: String,
 }
 
 impl Identity {
@@ -34,7 +36,7 @@ impl Identity {
         }
         let model = models.first().cloned().unwrap_or_default();
         let check = block::check(&model, seed, facts.block_size);
-        Self { engine: EngineId::new(name, facts.rank), epoch, model, models, check }
+        Self { engine: EngineId::new(name, facts.rank), epoch, model, models, check, address: String::new() }
     }
 }
 
@@ -61,6 +63,8 @@ pub fn state(
     State {
         engine: identity.engine.clone(),
         dp_size: facts.dp_size,
+        address: identity.address.clone(),
+        rank_header: facts.http.rank_header,
         models: identity.models.clone(),
         block_size: facts.block_size,
         check: identity.check,

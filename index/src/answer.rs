@@ -196,11 +196,11 @@ impl ResyncReason {
 /// Everything known of one engine at one moment. Times are milliseconds on the index's own clock.
 #[derive(Debug, Clone)]
 pub struct Status {
-    /// `name.rank`: the name of the fleet entry and the rank that the heartbeat tells.
+    /// `name.rank`: the name of the fleet entry, and its rank or the one that the heartbeat tells.
     pub engine: EngineId,
     /// The engine's number in the table.
     pub slot: u32,
-    /// HTTP address, where the fleet list has it.
+    /// HTTP address: the fleet list's, else the agent's own word.
     pub address: Option<String>,
     /// Agent or the engine's own events.
     pub source: Source,

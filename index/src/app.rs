@@ -5,6 +5,7 @@ use crate::answer::{Bundle, Matched, NoBundle, NotReserved, Placement, Query};
 use crate::config::Config;
 use crate::edge::board::{Board, Clock};
 use crate::edge::bundles::Bundles;
+use crate::edge::dialled::{self, Door};
 use crate::edge::inbox::Questions;
 use crate::edge::lookup::Lookup;
 use crate::edge::metrics::Metrics;
@@ -42,6 +43,8 @@ pub struct Handle {
     pub http: Option<SocketAddr>,
     /// Where gRPC listens.
     pub grpc: Option<SocketAddr>,
+    /// Where agents may dial in.
+    pub agents: Option<SocketAddr>,
 }
 
 /// Starts an index. Must be called inside a tokio runtime.
@@ -69,6 +72,8 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
         metrics: metrics.clone(),
         seed: config.seed,
         reader_id: random(),
+        secret: config.secret.clone(),
+        agents_dial: config.agents.is_some(),
         memory_bytes: config.memory_bytes,
         stopped: stopped.clone(),
     })?;
@@ -84,12 +89,23 @@ pub async fn start(config: Config) -> anyhow::Result<Handle> {
     };
     let grpc = match shared.config.grpc {
         Some(address) => {
-            let served = grpc::serve(address, shared.clone(), stopped).await;
+            let served = grpc::serve(address, shared.clone(), stopped.clone()).await;
             Some(served.with_context(|| format!("gRPC cannot listen on {address}"))?)
         }
         None => None,
     };
-    Ok(Handle { shared, stop: Arc::new(stop), http, grpc })
+    let agents = match shared.config.agents {
+        Some(address) => {
+            if shared.config.secret.is_none() {
+                tracing::warn!(%address, "no secret is set: whoever dials in is taken, under whatever name it says");
+            }
+            let door = Door { secret: shared.config.secret.clone(), inbox: shared.scribe.fleet() };
+            let served = dialled::serve(address, door, stopped).await;
+            Some(served.with_context(|| format!("agents cannot dial in on {address}"))?)
+        }
+        None => None,
+    };
+    Ok(Handle { shared, stop: Arc::new(stop), http, grpc, agents })
 }
 
 /// 64 bits that nobody outside can guess: the standard library's keys of hash maps come from the system.

@@ -4,6 +4,7 @@ use crate::answer::Leases;
 use anyhow::{Context, bail};
 use clap::Parser;
 use proto::fleet::{self, Entry};
+use proto::proof::Secret;
 use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -31,6 +32,9 @@ pub struct Flags {
     /// Where gRPC listens, `ip:port`.
     #[arg(long)]
     pub grpc: Option<SocketAddr>,
+    /// Where agents may dial in, `ip:port`. Off by default.
+    #[arg(long)]
+    pub agents: Option<SocketAddr>,
     /// File with the fleet list (YAML), watched for changes.
     #[arg(long)]
     pub fleet: Option<PathBuf>,
@@ -55,6 +59,12 @@ pub struct Config {
     pub http: Option<SocketAddr>,
     /// Where gRPC listens; `None`: not at all (embedded mode).
     pub grpc: Option<SocketAddr>,
+    /// Where agents may dial in; `None`: nowhere.
+    pub agents: Option<SocketAddr>,
+    /// Take agents that dial in without a proof, under whatever name they say. With a secret nobody is.
+    pub discover: bool,
+    /// What agents that dial in must prove to know, and what is proved to agents that want it.
+    pub secret: Option<Secret>,
     /// The engines.
     pub fleet: FleetSource,
     /// The deployment's seed of fingerprints, the same as the agents'.
@@ -75,6 +85,9 @@ impl Default for Config {
         Self {
             http: Some(SocketAddr::from(([127, 0, 0, 1], 9400))),
             grpc: Some(SocketAddr::from(([127, 0, 0, 1], 9401))),
+            agents: None,
+            discover: false,
+            secret: None,
             fleet: FleetSource::Inline(Vec::new()),
             seed: 0,
             leases: Leases::default(),
@@ -91,6 +104,9 @@ impl Default for Config {
 struct File {
     http: Option<SocketAddr>,
     grpc: Option<SocketAddr>,
+    agents: Option<SocketAddr>,
+    discover: Option<bool>,
+    secret_file: Option<PathBuf>,
     fleet: Option<FleetKey>,
     seed: Option<Seed>,
     stale_after_ms: Option<u64>,
@@ -120,13 +136,15 @@ pub struct Environment {
     pub log: Option<String>,
     /// `KVATLAS_SEED`.
     pub seed: Option<String>,
+    /// `KVATLAS_SECRET`.
+    pub secret: Option<String>,
 }
 
 impl Environment {
     /// Reads it.
     pub fn read() -> Self {
         let text = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
-        Self { log: text("KVATLAS_LOG"), seed: text("KVATLAS_SEED") }
+        Self { log: text("KVATLAS_LOG"), seed: text("KVATLAS_SEED"), secret: text("KVATLAS_SECRET") }
     }
 }
 
@@ -144,8 +162,12 @@ pub fn load(flags: &Flags, environment: &Environment) -> anyhow::Result<(Config,
     if let Some(seed) = &environment.seed {
         config.seed = parse_seed(seed).context("KVATLAS_SEED is refused")?;
     }
+    if let Some(secret) = &environment.secret {
+        config.secret = Some(Secret::new(secret).context("KVATLAS_SECRET is refused")?);
+    }
     config.http = flags.http.or(config.http);
     config.grpc = flags.grpc.or(config.grpc);
+    config.agents = flags.agents.or(config.agents);
     if let Some(path) = &flags.fleet {
         config.fleet = FleetSource::File(path.clone());
     }
@@ -158,6 +180,13 @@ pub fn load(flags: &Flags, environment: &Environment) -> anyhow::Result<(Config,
 fn apply(config: &mut Config, file: File, folder: &Path) -> anyhow::Result<()> {
     config.http = file.http.or(config.http);
     config.grpc = file.grpc.or(config.grpc);
+    config.agents = file.agents.or(config.agents);
+    config.discover = file.discover.unwrap_or(config.discover);
+    if let Some(path) = &file.secret_file {
+        let path = folder.join(path);
+        let text = read_bounded(&path).with_context(|| format!("secret_file {}", path.display()))?;
+        config.secret = Some(Secret::new(&text).with_context(|| format!("secret_file {}", path.display()))?);
+    }
     match file.fleet {
         Some(FleetKey::List(entries)) => config.fleet = FleetSource::Inline(entries),
         // Paths in a file are told from where the file is.
@@ -211,6 +240,12 @@ pub fn check(config: &Config) -> anyhow::Result<()> {
                 );
             }
         }
+    }
+    if config.agents.is_some() && config.secret.is_none() && !config.discover {
+        bail!(
+            "agents may dial in, but none would be let in: give the secret that they have (secret_file, or \
+             KVATLAS_SECRET), or say discover: true to take whoever comes, under whatever name"
+        );
     }
     if let FleetSource::Inline(entries) = &config.fleet {
         fleet::check(entries)?;
@@ -283,6 +318,8 @@ mod tests {
         )?;
         assert_eq!((config.seed, config.leases.stale_ms, config.leases.lease_ms), (16, 2000, 60_000));
         assert!(matches!(config.fleet, FleetSource::Inline(entries) if entries.len() == 1));
+        let config = from_text("agents: 0.0.0.0:9402\ndiscover: true")?;
+        assert_eq!((config.agents, config.discover), (Some(SocketAddr::from(([0, 0, 0, 0], 9402))), true));
         let config = from_text("fleet: engines.yaml")?;
         assert_eq!(config.fleet, FleetSource::File("/etc/kvatlas/engines.yaml".into()));
         Ok(())
@@ -300,6 +337,8 @@ mod tests {
             ("grpc: 0.0.0.0:9401", "beyond loopback"),
             ("fleet:\n- {name: a}\n- {name: a}", "twice"),
             ("token_file: /nowhere", "nowhere"),
+            ("secret_file: /nowhere", "nowhere"),
+            ("agents: 0.0.0.0:9402", "discover: true"),
         ] {
             let error = from_text(text).err().map(|e| format!("{e:#}")).unwrap_or_default();
             assert!(error.contains(words), "{text:?}: {error:?}");
@@ -308,9 +347,14 @@ mod tests {
 
     #[test]
     fn flags_win_over_the_environment() -> anyhow::Result<()> {
-        let environment = Environment { log: Some("warn".into()), seed: Some("7".into()) };
+        let environment = Environment { log: Some("warn".into()), seed: Some("7".into()), secret: None };
         let (config, log) = load(&Flags::default(), &environment)?;
         assert_eq!((config.seed, log.as_str()), (7, "warn"));
+        let short = Environment { secret: Some("short".into()), ..Environment::default() };
+        let refused = load(&Flags::default(), &short).err().map(|e| format!("{e:#}")).unwrap_or_default();
+        assert!(refused.contains("KVATLAS_SECRET") && !refused.contains("short"), "{refused}");
+        let secret = Environment { secret: Some("0123456789abcdef".into()), ..Environment::default() };
+        assert!(load(&Flags { agents: Some(([0, 0, 0, 0], 9402).into()), ..Flags::default() }, &secret).is_ok());
         let flags = Flags { log_level: Some("debug".into()), ..Flags::default() };
         assert_eq!(load(&flags, &environment)?.1, "debug");
         Ok(())

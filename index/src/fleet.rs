@@ -3,7 +3,8 @@
 use crate::link::{Effect, Link, Setting};
 use crate::shared::Writer;
 use proto::fleet::{Entry, Source};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use proto::id::{EngineId, Epoch};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// A stream's number: of one fleet entry as long as its sockets stay the same. Never used twice.
 pub type Stream = u64;
@@ -26,11 +27,41 @@ pub struct Changes {
     /// Streams to close.
     pub closed: Vec<Stream>,
     /// Engines that are gone (not those that only moved to other sockets).
-    pub gone: Vec<proto::id::EngineId>,
+    pub gone: Vec<EngineId>,
     /// Their numbers in the table, and those of engines that moved: their placements end.
     pub ended: Vec<u32>,
     /// Entries that there was no number for.
     pub refused: Vec<String>,
+}
+
+/// How long a connection must be quiet before another one of the same process life takes its place, in milliseconds: the
+/// other end may have found out first that it is dead.
+pub const QUIET_MS: u64 = 1000;
+
+/// An agent that dialled in.
+#[derive(Debug, Clone, Copy)]
+struct Dialled {
+    epoch: Epoch,
+    /// The connection that it speaks on; `None`: it is lost.
+    connection: Option<u64>,
+    since_ms: u64,
+}
+
+/// Why an agent that dials in is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotTaken {
+    /// The list says where its stream is.
+    #[error("the index's fleet list gives {0} an events address or its own events, so it cannot dial in as well")]
+    Listed(EngineId),
+    /// Another process is followed.
+    #[error("another process speaks as {0} and started later; give each engine a KVATLAS_ENGINE of its own")]
+    Later(EngineId),
+    /// It speaks already.
+    #[error("{0} is connected already")]
+    Connected(EngineId),
+    /// The table has no number.
+    #[error("the index has no room for another engine")]
+    Full,
 }
 
 /// The fleet.
@@ -44,6 +75,10 @@ pub struct Fleet {
     /// Numbers that were given back, and when.
     rested: VecDeque<(u64, u32)>,
     shed_ms: u64,
+    /// Streams that the list names. The others dialled in, and are in `order` behind these.
+    listed: BTreeSet<Stream>,
+    /// Streams of agents that dialled in, named by the list or not.
+    dialled: BTreeMap<Stream, Dialled>,
 }
 
 impl Fleet {
@@ -57,6 +92,8 @@ impl Fleet {
             fresh_slot: 0,
             rested: VecDeque::new(),
             shed_ms: 0,
+            listed: BTreeSet::new(),
+            dialled: BTreeMap::new(),
         }
     }
 
@@ -79,16 +116,16 @@ impl Fleet {
     /// with other sockets is another stream.
     pub fn update(&mut self, entries: Vec<Entry>, core: &mut Writer, now_ms: u64) -> Changes {
         let mut changes = Changes::default();
-        let mut before: HashMap<String, Stream> =
-            self.links.iter().map(|(stream, link)| (link.entry().name.clone(), *stream)).collect();
+        let mut before: HashMap<EngineId, Stream> =
+            self.links.iter().map(|(stream, link)| (link.entry().engine(), *stream)).collect();
         let mut order = Vec::with_capacity(entries.len());
         let mut fresh = Vec::new();
         for entry in entries {
             let known =
-                before.get(&entry.name).copied().and_then(|stream| Some((stream, self.links.get_mut(&stream)?)));
+                before.get(&entry.engine()).copied().and_then(|stream| Some((stream, self.links.get_mut(&stream)?)));
             match known {
                 Some((stream, link)) if same_stream(link.entry(), &entry) => {
-                    before.remove(&entry.name);
+                    before.remove(&entry.engine());
                     if *link.entry() != entry {
                         link.rename(entry);
                     }
@@ -101,15 +138,18 @@ impl Fleet {
                 }
             }
         }
-        for stream in before.into_values() {
-            let Some(mut link) = self.links.remove(&stream) else { continue };
-            // The core knows these holders: a refusal would be a fault of ours, and they are retired all the same.
-            let _ = link.forget(core);
-            self.rested.push_back((now_ms, link.slot()));
-            changes.closed.push(stream);
-            changes.ended.push(link.slot());
-            if !fresh.iter().any(|(_, entry)| entry.name == link.entry().name) {
-                changes.gone.push(link.engine());
+        let mut unlisted = Vec::new();
+        for (engine, stream) in before {
+            let moved = fresh.iter().any(|(_, entry)| entry.engine() == engine);
+            match self.links.get_mut(&stream).filter(|_| self.dialled.contains_key(&stream) && !moved) {
+                // Who dials in stays as long as it speaks, but the list says nothing of it any more.
+                Some(link) => {
+                    if self.listed.contains(&stream) {
+                        link.rename(unlisted_entry(&engine, None));
+                    }
+                    unlisted.push(stream);
+                }
+                None => self.close(stream, core, now_ms, &mut changes, moved),
             }
         }
         for (stream, entry) in fresh {
@@ -121,7 +161,96 @@ impl Fleet {
             self.links.insert(stream, Link::new(self.setting, entry.clone(), slot));
             changes.opened.push((stream, entry));
         }
+        self.listed = order.iter().copied().collect();
+        unlisted.sort_unstable();
+        order.extend(unlisted);
         self.order = order;
+        changes
+    }
+
+    fn close(&mut self, stream: Stream, core: &mut Writer, now_ms: u64, changes: &mut Changes, moved: bool) {
+        let Some(mut link) = self.links.remove(&stream) else { return };
+        // The core knows these holders: a refusal would be a fault of ours, and they are retired all the same.
+        let _ = link.forget(core);
+        self.dialled.remove(&stream);
+        self.rested.push_back((now_ms, link.slot()));
+        changes.closed.push(stream);
+        changes.ended.push(link.slot());
+        if !moved {
+            changes.gone.push(link.engine());
+        }
+    }
+
+    /// An agent dialled in on this connection (numbers are never used twice) and may be taken. Says its stream.
+    ///
+    /// # Errors
+    /// When another stream or process has its name, or there is no room.
+    pub fn join(&mut self, engine: &EngineId, epoch: Epoch, connection: u64, now_ms: u64) -> Result<Stream, NotTaken> {
+        let lease_ms = self.setting.leases.lease_ms;
+        let known = self.links.iter_mut().find(|(_, link)| link.engine() == *engine);
+        let stream = match known {
+            Some((_, link)) if link.entry().events.is_some() || link.entry().source == Source::Native => {
+                return Err(NotTaken::Listed(engine.clone()));
+            }
+            Some((stream, link)) => {
+                let quiet = |since_ms| now_ms.saturating_sub(link.heard_ms().unwrap_or(since_ms).max(since_ms));
+                if let Some(before) = self.dialled.get(stream) {
+                    let quiet_ms = quiet(before.since_ms);
+                    if epoch < before.epoch && quiet_ms <= lease_ms {
+                        link.claimed(epoch, now_ms);
+                        return Err(NotTaken::Later(engine.clone()));
+                    }
+                    if epoch == before.epoch && before.connection.is_some() && quiet_ms < QUIET_MS {
+                        return Err(NotTaken::Connected(engine.clone()));
+                    }
+                }
+                *stream
+            }
+            None => {
+                let slot = self.slot(now_ms).ok_or(NotTaken::Full)?;
+                let like = self.links.values().map(Link::entry).find(|entry| entry.name == engine.name);
+                let entry = unlisted_entry(engine, like.filter(|entry| entry.events.is_none()));
+                let stream = self.next;
+                self.next += 1;
+                self.links.insert(stream, Link::new(self.setting, entry, slot));
+                self.order.push(stream);
+                stream
+            }
+        };
+        self.dialled.insert(stream, Dialled { epoch, connection: Some(connection), since_ms: now_ms });
+        if let Some(link) = self.links.get_mut(&stream) {
+            link.dialled(engine.rank);
+        }
+        Ok(stream)
+    }
+
+    /// A connection of an agent that dialled in is lost. Does nothing when another one took its place.
+    pub fn left(&mut self, stream: Stream, connection: u64, reason: String) {
+        if let Some(dialled) = self.dialled.get_mut(&stream).filter(|one| one.connection == Some(connection))
+            && let Some(link) = self.links.get_mut(&stream)
+        {
+            dialled.connection = None;
+            link.away(reason);
+        }
+    }
+
+    /// Agents that dialled in, are in no list and have been away for a lease leave the fleet.
+    pub fn depart(&mut self, core: &mut Writer, now_ms: u64) -> Changes {
+        let mut changes = Changes::default();
+        let lease_ms = self.setting.leases.lease_ms;
+        let away = |stream: &Stream, dialled: &Dialled| {
+            let heard_ms = self.links.get(stream).and_then(Link::heard_ms).unwrap_or(0).max(dialled.since_ms);
+            dialled.connection.is_none() && now_ms.saturating_sub(heard_ms) > lease_ms
+        };
+        let away: Vec<Stream> = self.dialled.iter().filter(|(s, d)| away(s, d)).map(|(stream, _)| *stream).collect();
+        for stream in away {
+            if self.listed.contains(&stream) {
+                self.dialled.remove(&stream);
+            } else {
+                self.order.retain(|one| *one != stream);
+                self.close(stream, core, now_ms, &mut changes, false);
+            }
+        }
         changes
     }
 
@@ -176,6 +305,22 @@ impl Fleet {
             link.admit();
         }
         None
+    }
+}
+
+/// What stands for an engine that dialled in and that no entry names. `like`: an entry of the same pod, for another rank;
+/// its address is not taken over, since each rank may have a port of its own.
+fn unlisted_entry(engine: &EngineId, like: Option<&Entry>) -> Entry {
+    Entry {
+        name: engine.name.clone(),
+        rank: Some(engine.rank),
+        address: None,
+        events: None,
+        control: None,
+        replay: None,
+        source: Source::Agent,
+        model: None,
+        labels: like.map(|entry| entry.labels.clone()).unwrap_or_default(),
     }
 }
 

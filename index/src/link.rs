@@ -87,6 +87,8 @@ pub struct Link {
     entry: Entry,
     slot: u32,
     rank: u32,
+    /// The rank that the list, or the connection, says; an agent that says another one is not believed.
+    told_rank: Option<u32>,
     cursor: Cursor,
     /// When the epoch was taken up.
     since_ms: u64,
@@ -131,9 +133,10 @@ impl Link {
         Self {
             stock: native.then(|| Box::new(Stock::new(model, setting.seed, entry.replay.is_some()))),
             setting,
+            rank: entry.rank.unwrap_or(0),
+            told_rank: entry.rank,
             entry,
             slot,
-            rank: 0,
             cursor: Cursor::default(),
             since_ms: 0,
             live: [None; SetKind::COUNT],
@@ -190,6 +193,22 @@ impl Link {
     /// The next seq expected: everything before it is applied.
     pub fn next(&self) -> u64 {
         self.stock.as_ref().map_or(self.cursor.next(), |stock| stock.next())
+    }
+
+    /// When the last message was received.
+    pub fn heard_ms(&self) -> Option<u64> {
+        self.heard_ms
+    }
+
+    /// The engine dialled in, as this rank.
+    pub fn dialled(&mut self, rank: u32) {
+        (self.rank, self.told_rank, self.dirty) = (rank, Some(rank), true);
+    }
+
+    /// Another process claims this engine's name, and is not followed.
+    pub fn claimed(&mut self, epoch: Epoch, now_ms: u64) {
+        self.ignored = Some((epoch, now_ms));
+        self.dirty = true;
     }
 
     /// The connection is lost or cannot be made.
@@ -363,7 +382,7 @@ impl Link {
         Status {
             engine: self.engine(),
             slot: self.slot,
-            address: self.entry.address.clone(),
+            address: self.address(),
             source: self.entry.source,
             state,
             reason: self.reason(),
@@ -381,6 +400,13 @@ impl Link {
             native: self.stock.as_ref().map(|stock| Box::new(stock.counters())),
             tally: self.tally,
         }
+    }
+
+    /// The list's word first; else what the agent says of itself, where that is an address.
+    fn address(&self) -> Option<String> {
+        let told = self.heartbeat.as_ref().map(|state| state.address.as_str());
+        let told = told.filter(|told| told.parse::<std::net::SocketAddr>().is_ok());
+        self.entry.address.clone().or(told.map(str::to_string))
     }
 
     fn block_size(&self) -> u32 {

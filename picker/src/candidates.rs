@@ -128,7 +128,8 @@ mod tests {
             ahead: 0,
             load: busy(),
             bundle: String::new(),
-            dp_size: 1,
+            address: None,
+            rank_header: None,
             check: 0,
         };
         sources.told(vec![("a.0".into(), knowledge)], &[], true);

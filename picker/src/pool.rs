@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// Most data-parallel ranks of one entry that become candidates. vLLM's largest deployments have 64 a node.
-pub const MAX_RANKS: u32 = 256;
+pub const MAX_RANKS: usize = 256;
 
 /// Engines of which knowledge is kept: four ranks for each of the most entries, 500 bytes each.
 pub const MAX_KNOWN: usize = 4 * proto::fleet::MAX_ENTRIES;
@@ -97,8 +97,10 @@ pub struct Knowledge {
     pub load: Load,
     /// Digest of its bundle, "" for none.
     pub bundle: String,
-    /// Data-parallel size of its deployment.
-    pub dp_size: u32,
+    /// Where its HTTP is, by its own word. Only its port is believed, and only on the host that the list says.
+    pub address: Option<SocketAddr>,
+    /// What to ask for by header at its address; `None` where that has this engine alone.
+    pub rank_header: Option<u32>,
     /// [`proto::block::check`] as the engine computes it.
     pub check: u64,
 }
@@ -110,7 +112,7 @@ pub struct Engine {
     pub id: Arc<str>,
     /// The entry's name: the pod.
     pub pod: Arc<str>,
-    /// The rank to ask for; `None` where the address has only one.
+    /// The rank to ask for by header, as the server there counts; `None` where the address has only one.
     pub rank: Option<u32>,
     /// Where its HTTP is.
     pub address: SocketAddr,
@@ -256,22 +258,35 @@ impl Sources {
         self.live = false;
     }
 
-    /// The pool of this moment.
+    /// The pool of this moment. Which ranks a pod has, each engine says of itself: nothing is counted out here, since
+    /// an engine knows its rank in the whole deployment, and a server asks for the one on its own node.
     pub fn pool(&self) -> Pool {
+        let mut ranks: HashMap<&str, Vec<u32>> = HashMap::new();
+        for id in self.known.keys() {
+            if let Some((name, rank)) = id.rsplit_once('.').and_then(|(name, rank)| Some((name, rank.parse().ok()?))) {
+                ranks.entry(name).or_default().push(rank);
+            }
+        }
         let mut engines = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             // An entry without an address is for the index alone.
-            let Some(address) = entry.address.as_deref().and_then(|a| a.parse().ok()) else { continue };
+            let Some(listed) = entry.address.as_deref().and_then(|a| a.parse::<SocketAddr>().ok()) else { continue };
             let labels = Arc::new(entry.labels.clone());
-            let first = self.known.get(&EngineId::new(entry.name.as_str(), 0).to_string());
-            let ranks = first.map_or(1, |known| known.dp_size.clamp(1, MAX_RANKS));
-            for rank in 0..ranks {
+            let told = match entry.rank {
+                Some(rank) => vec![rank],
+                None => ranks.get(entry.name.as_str()).cloned().unwrap_or_else(|| vec![0]),
+            };
+            for rank in told.into_iter().take(MAX_RANKS) {
                 let id = EngineId::new(entry.name.as_str(), rank).to_string();
+                let known = self.known.get(&id).cloned();
+                // One entry for a pod whose ranks have a port each: the rank says which, the list says on which host.
+                let told = known.as_ref().and_then(|known| known.address);
+                let address = told.filter(|told| entry.rank.is_none() && told.ip() == listed.ip()).unwrap_or(listed);
                 engines.push(Arc::new(Engine {
-                    known: self.known.get(&id).cloned(),
+                    rank: known.as_ref().and_then(|known| known.rank_header),
+                    known,
                     id: id.into(),
                     pod: entry.name.as_str().into(),
-                    rank: (ranks > 1).then_some(rank),
                     address,
                     source: entry.source,
                     labels: Arc::clone(&labels),
@@ -293,7 +308,7 @@ mod tests {
         serde_json::from_str(&yaml).unwrap_or_else(|e| panic!("{yaml}: {e}"))
     }
 
-    fn knowledge(models: &[&str], dp_size: u32) -> Knowledge {
+    fn knowledge(models: &[&str]) -> Knowledge {
         Knowledge {
             state: State::InStep,
             reason: String::new(),
@@ -302,7 +317,8 @@ mod tests {
             ahead: 0,
             load: Load { health: 1.0, adapters: vec!["lora".into()], ..Load::default() },
             bundle: String::new(),
-            dp_size,
+            address: None,
+            rank_header: None,
             check: 0,
         }
     }
@@ -321,13 +337,9 @@ mod tests {
     fn the_index_cannot_add_engines() {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1)]);
-        sources.told(
-            vec![("a.0".into(), knowledge(&["tiny"], 1)), ("evil.0".into(), knowledge(&["tiny"], 1))],
-            &[],
-            true,
-        );
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"])), ("evil.0".into(), knowledge(&["tiny"]))], &[], true);
         assert_eq!(sources.pool().engines.iter().map(|e| &*e.id).collect::<Vec<_>>(), ["a.0"]);
-        let many = (0..2 * MAX_KNOWN).map(|i| (format!("e{i}.0"), knowledge(&["tiny"], 1)));
+        let many = (0..2 * MAX_KNOWN).map(|i| (format!("e{i}.0"), knowledge(&["tiny"])));
         sources.told(many.collect(), &[], false);
         assert_eq!(sources.known.len(), MAX_KNOWN);
         assert_eq!(sources.pool().engines.len(), 1);
@@ -336,7 +348,7 @@ mod tests {
     #[test]
     fn what_was_told_before_the_list_was_read_is_known() {
         let mut sources = Sources::default();
-        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"]))], &[], true);
         sources.fleet(vec![entry("a", 1)]);
         assert!(sources.pool().engines[0].known.is_some());
     }
@@ -346,27 +358,72 @@ mod tests {
         for (seed, state) in [(7, State::InStep), (8, State::Mismatched)] {
             let mut sources = Sources::new(seed);
             sources.fleet(vec![entry("a", 1)]);
-            let told = Knowledge { check: proto::block::check("tiny", 7, 16), ..knowledge(&["tiny"], 1) };
+            let told = Knowledge { check: proto::block::check("tiny", 7, 16), ..knowledge(&["tiny"]) };
             sources.told(vec![("a.0".into(), told)], &[], true);
             assert_eq!(sources.pool().engines[0].known.as_ref().map(|k| k.state), Some(state));
         }
     }
 
     #[test]
-    fn ranks_share_an_address_and_are_named() {
+    fn ranks_that_share_an_address_are_asked_for() {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1)]);
-        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 2)), ("a.1".into(), knowledge(&["tiny"], 2))], &[], true);
+        let rank = |header| Knowledge { rank_header: header, ..knowledge(&["tiny"]) };
+        sources.told(vec![("a.0".into(), rank(Some(0))), ("a.1".into(), rank(Some(1)))], &[], true);
         let pool = sources.pool();
         let ranks: Vec<_> = pool.engines.iter().map(|e| (&*e.id, e.rank, e.address.port())).collect();
         assert_eq!(ranks, [("a.0", Some(0), 1), ("a.1", Some(1), 1)]);
+    }
+
+    /// Two pods of eight ranks each: the engines of the second say 8 to 15, its server counts them from 0.
+    #[test]
+    fn f5_global_ranks_are_names_and_local_ones_are_asked_for() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("pod-0", 1), entry("pod-1", 2)]);
+        let told = (0..16).map(|rank| {
+            let told = Knowledge { rank_header: Some(rank % 8), ..knowledge(&["tiny"]) };
+            (format!("pod-{}.{rank}", rank / 8), told)
+        });
+        sources.told(told.collect(), &[], true);
+        let mut ranks: Vec<_> =
+            sources.pool().engines.iter().map(|e| (e.address.port(), e.rank, e.id.to_string())).collect();
+        ranks.sort();
+        let expected: Vec<_> =
+            (0..16).map(|rank| (1 + rank as u16 / 8, Some(rank % 8), format!("pod-{}.{rank}", rank / 8))).collect();
+        assert_eq!(ranks, expected);
+    }
+
+    /// One pod a rank, as with an external load balancer: nothing is asked for, and no rank is invented.
+    #[test]
+    fn f5_a_rank_with_a_server_of_its_own_is_not_asked_for() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![Entry { rank: Some(3), ..entry("a", 1) }, entry("b", 2)]);
+        sources.told(vec![("a.3".into(), knowledge(&["tiny"])), ("b.7".into(), knowledge(&["tiny"]))], &[], true);
+        let pool = sources.pool();
+        let ranks: Vec<_> = pool.engines.iter().map(|e| (&*e.id, e.rank, e.known.is_some())).collect();
+        assert_eq!(ranks, [("a.3", None, true), ("b.7", None, true)]);
+    }
+
+    /// One entry for a pod whose ranks have a port each. A rank cannot send requests to another host.
+    #[test]
+    fn f5_ports_in_a_row_are_told_by_the_ranks_and_hosts_by_the_list() {
+        let mut sources = Sources::default();
+        sources.fleet(vec![entry("a", 9000)]);
+        let at = |address: &str| Knowledge { address: address.parse().ok(), ..knowledge(&["tiny"]) };
+        let told = [("a.8", "127.0.0.1:9000"), ("a.9", "127.0.0.1:9001"), ("a.10", "10.9.9.9:9002")];
+        sources.told(told.map(|(id, address)| (id.into(), at(address))).into(), &[], true);
+        let mut addresses: Vec<_> =
+            sources.pool().engines.iter().map(|e| (e.id.to_string(), e.address.to_string())).collect();
+        addresses.sort();
+        let expected = [("a.10", "127.0.0.1:9000"), ("a.8", "127.0.0.1:9000"), ("a.9", "127.0.0.1:9001")];
+        assert_eq!(addresses, expected.map(|(id, address)| (id.to_string(), address.to_string())));
     }
 
     #[test]
     fn names_mean_models_or_adapters() {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1)]);
-        sources.told(vec![("a.0".into(), knowledge(&["tiny", "alias"], 1))], &[], true);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny", "alias"]))], &[], true);
         let pool = sources.pool();
         assert_eq!(pool.meaning("alias", &[]), Meaning::Base("tiny".into()));
         assert_eq!(pool.meaning("lora", &[]), Meaning::Adapter { base: "tiny".into(), adapter: "lora".into() });
@@ -380,7 +437,7 @@ mod tests {
     fn what_is_gone_or_untold_is_unknown_again() {
         let mut sources = Sources::default();
         sources.fleet(vec![entry("a", 1), entry("b", 2)]);
-        sources.told(vec![("a.0".into(), knowledge(&["tiny"], 1)), ("b.0".into(), knowledge(&["tiny"], 1))], &[], true);
+        sources.told(vec![("a.0".into(), knowledge(&["tiny"])), ("b.0".into(), knowledge(&["tiny"]))], &[], true);
         sources.told(vec![], &["b.0".into()], false);
         assert_eq!(sources.pool().engines.iter().map(|e| e.known.is_some()).collect::<Vec<_>>(), [true, false]);
         sources.away();

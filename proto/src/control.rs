@@ -7,6 +7,7 @@
 use crate::digest::Digest;
 use crate::event::{Fingerprints, Parent};
 use crate::id::{EngineId, Epoch, SetKind};
+use crate::proof::{Challenge, Hello, Proof, Welcome};
 use serde::{Deserialize, Serialize};
 
 /// Most fingerprints in one piece of a snapshot: 64 KiB.
@@ -20,7 +21,8 @@ pub const REPLAY_PIECE: usize = 64;
 /// Longest request taken, in bytes.
 pub const MAX_REQUEST_BYTES: usize = 4096;
 
-/// What a reader asks.
+/// What a reader asks. An agent that dials an index says [`Request::Hello`] and [`Request::Proof`] to it and takes the
+/// answers to those; once it is welcome it is asked all the rest over the same connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Request {
@@ -58,6 +60,10 @@ pub enum Request {
         /// First block id wanted.
         from: u64,
     },
+    /// The first word where a secret is set. The answer is a [`Reply::Challenge`].
+    Hello(Hello),
+    /// The second. The answer is a [`Reply::Welcome`] or a [`Reply::Refused`].
+    Proof(Proof),
 }
 
 /// What the agent answers.
@@ -115,6 +121,10 @@ pub enum Reply {
         /// The block id to ask from next; absent at the end.
         next: Option<u64>,
     },
+    /// To a hello.
+    Challenge(Challenge),
+    /// To a good proof.
+    Welcome(Welcome),
     /// The request was not understood or not allowed.
     Refused {
         /// Why, for a person.
@@ -205,6 +215,9 @@ mod tests {
             Request::Snapshot { cut: None, piece: 0 },
             Request::Bundle { digest: "ab".into(), offset: 7 },
             Request::Audit { from: 0 },
+            Request::Hello(Hello { engine: Some(EngineId::new("a", 0)), epoch: Some(epoch), nonce: [7; 32] }),
+            Request::Hello(Hello { engine: None, epoch: None, nonce: [0; 32] }),
+            Request::Proof(Proof { mac: vec![1; 32] }),
         ] {
             let bytes = encode(&request)?;
             assert!(bytes.len() <= MAX_REQUEST_BYTES);
@@ -227,6 +240,8 @@ mod tests {
                     fingerprints: Fingerprints(vec![1]),
                 }],
             }),
+            Reply::Challenge(Challenge { nonce: [7; 32], wanted: true }),
+            Reply::Welcome(Welcome { mac: vec![] }),
             Reply::Audit { blocks: vec![(1, serde_bytes::ByteBuf::from(vec![7; 32]))], next: None },
         ] {
             assert_eq!(decode::<Reply>(&encode(&reply)?)?, reply);

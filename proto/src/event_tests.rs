@@ -7,7 +7,9 @@ use crate::digest::Digest;
 pub(crate) fn state() -> State {
     State {
         engine: EngineId::new("a", 0),
-        dp_size: 1,
+        dp_size: 2,
+        address: "10.0.0.7:8000".into(),
+        rank_header: Some(1),
         models: vec!["tiny".into(), "alias".into()],
         block_size: 16,
         check: 9,

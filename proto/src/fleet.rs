@@ -1,7 +1,7 @@
 //! The list of engines that index and picker read, inline in their configuration or as a watched file.
 
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Where an engine's cache knowledge comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -19,12 +19,17 @@ pub enum Source {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Name, unique in the fleet. Its engines are `name.0`, `name.1`, ...
+    /// The pod. Unique in the fleet, unless each entry of the name has a rank of its own.
     pub name: String,
+    /// Data-parallel rank of the engine `name.rank`. An agent that says another one is not believed. Absent: the rank
+    /// that the agent says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
     /// HTTP address, `ip:port`. The picker needs it, the index does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Where its event stream is, `tcp://host:port`. The index needs it, the picker does not.
+    /// Where its event stream is, `tcp://host:port`. The index needs it, the picker does not; an agent that dials the
+    /// index needs none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub events: Option<String>,
     /// Where the agent's control socket is.
@@ -44,6 +49,13 @@ pub struct Entry {
     pub labels: BTreeMap<String, String>,
 }
 
+impl Entry {
+    /// The engine that it is about, as far as the list says: rank 0 where it says none.
+    pub fn engine(&self) -> crate::id::EngineId {
+        crate::id::EngineId::new(self.name.as_str(), self.rank.unwrap_or(0))
+    }
+}
+
 /// Why a fleet list is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadFleet {
@@ -56,7 +68,7 @@ pub enum BadFleet {
         name: String,
     },
     /// Two entries have one name.
-    #[error("fleet: the name {0:?} is given twice; names must be unique")]
+    #[error("fleet: the name {0:?} is given twice; give each of its ranks an entry with a rank, or other names")]
     Twice(String),
     /// An address is not `ip:port`.
     #[error("fleet entry {name:?}: {value:?} is not an ip:port, as in 10.0.0.7:8000")]
@@ -92,13 +104,19 @@ pub fn check(entries: &[Entry]) -> Result<(), BadFleet> {
     if entries.len() > MAX_ENTRIES {
         return Err(BadFleet::TooMany(entries.len()));
     }
-    let mut seen = std::collections::BTreeSet::new();
+    // By name: the ranks that have entries, or none when one entry stands for the whole pod.
+    let mut seen: BTreeMap<&str, Option<BTreeSet<u32>>> = BTreeMap::new();
     for (position, entry) in entries.iter().enumerate() {
         let name = &entry.name;
         if name.is_empty() || name.len() > crate::id::MAX_NAME_BYTES || name.chars().any(char::is_control) {
             return Err(BadFleet::BadName { position, name: name.chars().take(64).collect() });
         }
-        if !seen.insert(name.as_str()) {
+        let alone = match (seen.get_mut(name.as_str()), entry.rank) {
+            (None, rank) => seen.insert(name, rank.map(|rank| BTreeSet::from([rank]))).is_none(),
+            (Some(Some(ranks)), Some(rank)) => ranks.insert(rank),
+            _ => false,
+        };
+        if !alone {
             return Err(BadFleet::Twice(name.clone()));
         }
         if let Some(address) = &entry.address
@@ -133,6 +151,7 @@ mod tests {
     fn entry(name: &str) -> Entry {
         Entry {
             name: name.into(),
+            rank: None,
             address: None,
             events: None,
             control: None,
@@ -147,6 +166,11 @@ mod tests {
     fn faults_are_named() {
         assert_eq!(check(&[entry("a"), entry("b")]), Ok(()));
         assert_eq!(check(&[entry("a"), entry("a")]), Err(BadFleet::Twice("a".into())));
+        let rank = |rank| Entry { rank: Some(rank), ..entry("a") };
+        assert_eq!(check(&[rank(0), rank(1), entry("b")]), Ok(()));
+        for twice in [[rank(1), rank(1)], [rank(1), entry("a")], [entry("a"), rank(0)]] {
+            assert_eq!(check(&twice), Err(BadFleet::Twice("a".into())));
+        }
         assert!(matches!(check(&[entry("")]), Err(BadFleet::BadName { position: 0, .. })));
         let host = Entry { address: Some("pod-a:8000".into()), ..entry("a") };
         assert!(matches!(check(&[host]), Err(BadFleet::BadAddress { .. })));

@@ -14,6 +14,7 @@
 //! * [`digest`]: the sum that proves two sets equal.
 //! * [`hit`]: how long a hit is, for every kind of attention.
 //! * [`fleet`]: the list of engines that index and picker read.
+//! * [`proof`]: proving to each other that both ends know the deployment's secret.
 //! * [`zmtp`]: ZeroMQ's wire protocol, as a codec.
 //! * `wire`: generated gRPC and ext_proc types, with the feature of that name.
 
@@ -26,6 +27,7 @@ pub mod fleet;
 pub mod hit;
 pub mod id;
 pub mod native;
+pub mod proof;
 pub mod residency;
 pub mod state;
 #[cfg(feature = "wire")]

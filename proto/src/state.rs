@@ -14,6 +14,12 @@ pub struct State {
     /// Data-parallel size.
     #[serde(default)]
     pub dp_size: u32,
+    /// `ip:port` by which a gateway reaches the engine's API server, "" when the agent does not know it.
+    #[serde(default)]
+    pub address: String,
+    /// What to ask for in the header `X-data-parallel-rank` there; absent where that address has this rank alone.
+    #[serde(default)]
+    pub rank_header: Option<u32>,
     /// All names under which the model is served, the first one being the namespace's.
     pub models: Vec<String>,
     /// Tokens a block.
@@ -122,7 +128,7 @@ impl State {
             list(what, names.len())?;
             names.iter().try_for_each(|name| text("name", name))?;
         }
-        for one in [&self.agent, &self.engine_version, &self.bundle] {
+        for one in [&self.agent, &self.engine_version, &self.bundle, &self.address] {
             text("version", one)?;
         }
         if let HitRule::Sets(hits) = &self.rule {

@@ -204,6 +204,11 @@ impl Wire {
         Ok(None)
     }
 
+    /// Other limits from the next frame on: for a peer that proved who it is.
+    pub fn limit(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
     /// Memory reserved for what arrives, in bytes.
     pub fn reserved(&self) -> usize {
         self.buffer.capacity()

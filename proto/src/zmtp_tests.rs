@@ -101,6 +101,18 @@ fn limits_end_the_connection_before_memory_is_taken() -> Result<(), Broken> {
 }
 
 #[test]
+fn limits_may_be_raised_for_a_peer_that_is_known() -> Result<(), Broken> {
+    let mut long = vec![];
+    frame(&mut long, false, &[7; 2000]);
+    let mut wire = open(Kind::Sub, Kind::Pub)?;
+    wire.limit(Limits { frames: 3, bytes: 2000 });
+    assert_eq!(said(&mut wire, &long, 99)?, [Incoming::Message(vec![vec![7; 2000].into()])]);
+    wire.limit(LIMITS);
+    assert_eq!(said(&mut wire, &long, 99), Err(Broken::TooLong { claimed: 2000, limit: 1000 }));
+    Ok(())
+}
+
+#[test]
 fn a_promise_of_much_reserves_little() -> Result<(), Broken> {
     let mut wire = Wire::new(Kind::Sub, Limits { frames: 3, bytes: 1 << 30 });
     said(&mut wire, &Wire::new(Kind::Pub, LIMITS).opening(), 64)?;

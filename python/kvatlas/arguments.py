@@ -14,7 +14,7 @@ def values(option: str) -> list[str]:
     taking = False
     for word in sys.argv[1:]:
         name, equals, value = word.partition("=")
-        if name.startswith("--"):
+        if name.startswith("--") or (name.startswith("-") and name[1:2].isalpha()):
             taking = name.replace("_", "-") == option
             if taking:
                 found = [value] if equals else []

@@ -262,10 +262,13 @@ def sockets(settings: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Line]
     """Both addresses, free or taken; and the heartbeat of the agent that has them, if one has."""
     heard = None
     lines = []
-    if settings["events"] == settings["control"] and not settings["events"].endswith(":0"):
+    if settings["events"] and settings["events"] == settings["control"] and not settings["events"].endswith(":0"):
         lines.append(Line("ports", BAD, f"KVATLAS_BIND and KVATLAS_CONTROL are both {settings['events']}", "give them two ports"))
     for role, variable in (("events", "KVATLAS_BIND"), ("control", "KVATLAS_CONTROL")):
         address = settings[role]
+        if not address:
+            lines.append(Line(role, OK, f"nowhere, since the agent dials KVATLAS_INDEX; {variable} would have it listen, too"))
+            continue
         where = f"{address} ({os.environ.get(variable, '').strip() or 'the default'} + rank {settings['rank']})"
         problem = _cannot_listen(address)
         if address.endswith(":0"):

@@ -10,6 +10,8 @@ import math
 import re
 from typing import Any
 
+from kvatlas import reach
+
 # The newest vLLM whose search for hits is restated in proto/src/hit.rs.
 NEWEST = (0, 33, 0)
 
@@ -42,6 +44,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
         "max_adapters": getattr(lora, "max_loras", 0) or 0,
         "engine_version": getattr(vllm, "__version__", ""),
         "doubt": doubt,
+        "http": reach.http(parallel),
     }
     if "rules" in str(Agent.start.__text_signature__):
         told["rules"] = rules

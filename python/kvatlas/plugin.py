@@ -242,7 +242,8 @@ def _made(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
         return
     _agents.add(agent)
     scheduler._kvatlas = manager._kvatlas = manager.block_pool._kvatlas = agent
-    log.info("kvatlas: engine %s publishes on %s, answers on %s", agent.engine, agent.events, agent.control)
+    where = [f"publishes on {agent.events}"] * bool(agent.events) + [f"answers on {agent.control}"] * bool(agent.control)
+    log.info("kvatlas: engine %s %s", agent.engine, ", ".join(where) or "dials its index")
     if told["doubt"]:
         log.warning("kvatlas: no hit is promised for this engine: %s", told["doubt"])
     _, note = facts.version(scheduler)

@@ -2,6 +2,7 @@
 
 mod agent_fingerprints;
 mod agent_memory;
+mod agent_reach;
 mod agent_truth;
 mod cases_copies;
 mod cases_engine;

@@ -213,7 +213,7 @@ async fn a_rank_behind_one_address_is_asked_for() -> Result<()> {
     let mut says = says()?;
     let bundle = says.bundle.clone();
     let mut ranks = ["b.0", "b.1"].map(|id| engine(id, "tiny", SEED, &bundle));
-    ranks.iter_mut().for_each(|e| e.dp_size = 2);
+    ranks.iter_mut().zip(0..).for_each(|(e, rank)| e.rank_header = Some(rank));
     says.engines.splice(1..2, ranks);
     says.holds = HashMap::from([("b.1".to_string(), blocks(0..64, "", ""))]);
     let index = FakeIndex::start(says, None)?;

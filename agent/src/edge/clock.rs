@@ -1,6 +1,7 @@
-//! Time, and the randomness of an epoch.
+//! Time, and randomness.
 
 use proto::id::Epoch;
+use proto::proof::{NONCE_BYTES, Nonce};
 use std::hash::{BuildHasher, Hasher};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -32,4 +33,14 @@ pub fn epoch() -> Epoch {
     hasher.write_u64(unix_ms());
     hasher.write_u32(std::process::id());
     Epoch { start_ms: unix_ms(), random: hasher.finish() }
+}
+
+/// Random bytes of a connection, from the operating system.
+///
+/// # Errors
+/// When the operating system has none.
+pub fn nonce() -> std::io::Result<Nonce> {
+    let mut bytes = [0; NONCE_BYTES];
+    getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
+    Ok(bytes)
 }

@@ -3,10 +3,11 @@
 
 use super::listen::{GREETING, STALL, Stream};
 use super::zmtp::{self, Heard};
-use crate::answer::{Answer, Bundle, answer, ready};
-use crate::edge::clock::Clock;
+use crate::answer::{Answer, Bundle, Gate, answer, ready};
+use crate::edge::clock::{self, Clock};
 use crate::feed::Feed;
 use proto::control::Reply;
+use proto::proof::Secret;
 use proto::zmtp::{Kind, frame};
 use std::cell::RefCell;
 use std::io::Result;
@@ -42,16 +43,34 @@ impl Later {
     }
 }
 
-/// Serves one peer until it leaves.
+/// Answers requests of one peer.
+#[derive(Debug, Clone)]
+pub struct Desk {
+    /// What is published.
+    pub feed: Rc<RefCell<Feed>>,
+    /// What came later.
+    pub later: Arc<Later>,
+    /// The clock of cuts.
+    pub clock: Clock,
+}
+
+impl Desk {
+    /// The answer to one request, encoded.
+    pub async fn answer(&self, request: &[u8]) -> Vec<u8> {
+        let answer = answer(&mut self.feed.borrow_mut(), self.later.bundle.get(), request, self.clock.now_ms());
+        match answer {
+            Answer::Ready(reply) => reply,
+            Answer::Audit(from) => audit(&self.later, from).await,
+        }
+    }
+}
+
+/// Serves one peer until it leaves. With a secret, only who proves to know it.
 ///
 /// # Errors
 /// When the peer leaves, breaks the protocol, or takes nothing for [`STALL`].
-pub async fn serve(
-    mut stream: Box<dyn Stream>,
-    feed: Rc<RefCell<Feed>>,
-    later: Arc<Later>,
-    clock: Clock,
-) -> Result<()> {
+pub async fn serve(mut stream: Box<dyn Stream>, desk: Desk, secret: Option<Secret>) -> Result<()> {
+    let mut gate = Gate::new(secret, clock::nonce()?);
     let mut wire = timeout(GREETING, zmtp::open(&mut stream, Kind::Router)).await??;
     let mut out = Vec::new();
     loop {
@@ -59,10 +78,9 @@ pub async fn serve(
         match zmtp::read(&mut stream, &mut wire).await? {
             Heard::Message(mut frames) => {
                 let Some(request) = frames.pop() else { continue };
-                let answer = answer(&mut feed.borrow_mut(), later.bundle.get(), &request, clock.now_ms());
-                let reply = match answer {
-                    Answer::Ready(reply) => reply,
-                    Answer::Audit(from) => audit(&later, from).await,
+                let reply = match gate.answer(&request) {
+                    Some(Answer::Ready(reply)) => reply,
+                    _ => desk.answer(&request).await,
                 };
                 for envelope in frames {
                     frame(&mut out, true, &envelope);

@@ -2,6 +2,7 @@
 
 pub mod clock;
 pub mod control;
+pub mod dial;
 pub mod listen;
 pub mod nvml;
 pub mod publish;

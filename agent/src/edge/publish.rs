@@ -8,6 +8,8 @@ use proto::zmtp::{Kind, Wire, frame, header};
 use std::cell::RefCell;
 use std::io::{Error, ErrorKind, Result};
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
@@ -92,26 +94,7 @@ async fn speak<W: AsyncWrite + Unpin>(
         let wanted = wishes.subscriptions.borrow().iter().any(|prefix| topic.starts_with(prefix));
         let end = *next.borrow_and_update();
         at = if wanted { at.or(Some(end)) } else { None };
-        let payload = match at.as_mut().filter(|at| **at < end) {
-            None => None,
-            Some(at) => {
-                let mut feed = feed.borrow_mut();
-                if *at < feed.replay().oldest() {
-                    // The ring went past this reader. The newest is what it gets; the seq shows it the gap, and
-                    // replay or a snapshot close it.
-                    feed.lagged(end - 1 - *at);
-                    *at = end - 1;
-                }
-                let payload = feed.replay().get(*at).cloned();
-                if let Some(payload) = &payload {
-                    frame(&mut out, true, topic);
-                    frame(&mut out, true, &seq_frame(*at));
-                    header(&mut out, false, payload.len());
-                }
-                *at += 1;
-                payload
-            }
-        };
+        let payload = at.as_mut().and_then(|at| message(&mut feed.borrow_mut(), at, end, topic, &mut out));
         if out.is_empty() {
             tokio::select! {
                 changed = next.changed() => if changed.is_err() { return Ok(()) },
@@ -119,17 +102,50 @@ async fn speak<W: AsyncWrite + Unpin>(
             }
             continue;
         }
-        let rest = match &payload {
-            Some(payload) if payload.len() <= COPY_BYTES => {
-                out.extend_from_slice(payload);
-                None
-            }
-            other => other.as_deref(),
-        };
-        timeout(STALL, to.write_all(&out)).await??;
-        if let Some(rest) = rest {
-            timeout(STALL, to.write_all(rest)).await??;
-        }
-        out.shrink_to(COPY_BYTES * 2);
+        write(&mut to, &mut out, payload, STALL).await?;
     }
+}
+
+/// Appends the start of the next message of a reader that is `at` this seq, and gives its payload; `None` when the
+/// reader has read all before `end`.
+pub(super) fn message(feed: &mut Feed, at: &mut u64, end: u64, topic: &[u8], out: &mut Vec<u8>) -> Option<Arc<[u8]>> {
+    if *at >= end {
+        return None;
+    }
+    if *at < feed.replay().oldest() {
+        // The ring went past this reader. The newest is what it gets; the seq shows it the gap, and replay or a
+        // snapshot close it.
+        feed.lagged(end - 1 - *at);
+        *at = end - 1;
+    }
+    let payload = feed.replay().get(*at).cloned();
+    if let Some(payload) = &payload {
+        frame(out, true, topic);
+        frame(out, true, &seq_frame(*at));
+        header(out, false, payload.len());
+    }
+    *at += 1;
+    payload
+}
+
+/// Writes what is in `out`, and the payload after it. `stall`: how long the peer may take nothing of it.
+pub(super) async fn write<W: AsyncWrite + Unpin>(
+    to: &mut W,
+    out: &mut Vec<u8>,
+    payload: Option<Arc<[u8]>>,
+    stall: Duration,
+) -> Result<()> {
+    let rest = match &payload {
+        Some(payload) if payload.len() <= COPY_BYTES => {
+            out.extend_from_slice(payload);
+            None
+        }
+        other => other.as_deref(),
+    };
+    timeout(stall, to.write_all(out)).await??;
+    if let Some(rest) = rest {
+        timeout(stall, to.write_all(rest)).await??;
+    }
+    out.shrink_to(COPY_BYTES * 2);
+    Ok(())
 }

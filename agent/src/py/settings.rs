@@ -13,7 +13,11 @@ use pyo3::types::PyDict;
 pub fn settings(py: Python<'_>, rank: u32) -> PyResult<Bound<'_, PyDict>> {
     let bad = |error: &dyn std::fmt::Display| PyValueError::new_err(error.to_string());
     let config = config::from_env().map_err(|error| bad(&error))?.unwrap_or_default();
-    let address = |text: &str| Address::parse(text, rank).map(|at| at.to_string()).map_err(|error| bad(&error));
+    // "" is nowhere: an agent that dials listens only where it is told to.
+    let address = |text: &str| match text {
+        "" => Ok(String::new()),
+        text => Address::parse(text, rank).map(|at| at.to_string()).map_err(|error| bad(&error)),
+    };
     let out = PyDict::new(py);
     out.set_item("engine", format!("{}.{rank}", config.engine))?;
     out.set_item("rank", rank)?;

@@ -254,6 +254,7 @@ fn of_update(update: &Update, shared: &Shared) -> wire::WatchEvent {
         bundle: status.bundle().into(),
         reason: status.reason.clone(),
         dp_size: status.heartbeat.as_ref().map_or(0, |state| state.dp_size),
+        rank_header: status.heartbeat.as_ref().and_then(|state| state.rank_header),
         age_ms: status.age_ms(now_ms),
         check: status.heartbeat.as_ref().map_or(0, |state| state.check),
     };

@@ -1,11 +1,12 @@
 //! The way to the writer: what it is told, and how much may wait for it.
 
-use crate::fleet::Stream;
+use crate::fleet::{NotTaken, Stream};
 use crate::link::stock::pulse::Pulse;
+use bytes::Bytes;
 use proto::control::Reply;
 use proto::event::Batch;
 use proto::fleet::Entry;
-use proto::id::SetKind;
+use proto::id::{EngineId, Epoch, SetKind};
 use proto::native::dialect::EventBatch;
 use std::sync::Arc;
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -114,6 +115,17 @@ pub enum Event {
         /// Why.
         reason: String,
     },
+    /// An agent dialled in and proved what it had to.
+    Arrived(Box<Arrival>),
+    /// Its connection is lost.
+    Left {
+        /// The stream.
+        stream: Stream,
+        /// The connection.
+        connection: u64,
+        /// Why.
+        reason: String,
+    },
     /// The fleet list. Who wants to know that readers see it gets word.
     Fleet(Vec<Entry>, Option<oneshot::Sender<()>>),
     /// Somebody wants to see a whole set.
@@ -125,6 +137,32 @@ pub enum Event {
         /// The answer; `None`: no such engine.
         answer: oneshot::Sender<Option<Members>>,
     },
+}
+
+/// An agent that dialled in.
+#[derive(Debug)]
+pub struct Arrival {
+    /// The engine that it speaks for.
+    pub engine: EngineId,
+    /// Its process life.
+    pub epoch: Epoch,
+    /// The connection's number, never used twice.
+    pub connection: u64,
+    /// The way to ask it.
+    pub asker: mpsc::Sender<Question>,
+    /// Kept while the connection is wanted: it ends when this is dropped.
+    pub hold: oneshot::Sender<()>,
+    /// The stream that it is from now on, or why it is not taken.
+    pub answer: oneshot::Sender<Result<Stream, NotTaken>>,
+}
+
+/// What an agent that dialled in is asked.
+#[derive(Debug)]
+pub struct Question {
+    /// The request, encoded.
+    pub request: Vec<u8>,
+    /// The encoded reply. Dropped when the connection is lost.
+    pub answer: oneshot::Sender<Bytes>,
 }
 
 /// All members of one set.

@@ -86,9 +86,7 @@ async fn read(stream: u64, mut connection: Connection, source: Source, inbox: &I
         };
         let event = match event {
             Ok(event) => event,
-            Err(bad) => {
-                Event::Bad { stream, version: matches!(bad, Bad::Batch(BadBatch::Version(_))), reason: bad.to_string() }
-            }
+            Err(bad) => bad.event(stream),
         };
         // Waits while the writer is behind: then TCP waits, then the agent drops, and the gap shows.
         if !inbox.send(event, bytes).await {
@@ -97,8 +95,9 @@ async fn read(stream: u64, mut connection: Connection, source: Source, inbox: &I
     }
 }
 
+/// Why frames are no message.
 #[derive(Debug, thiserror::Error)]
-enum Bad {
+pub(super) enum Bad {
     #[error("a message of {0} frames; a kvatlas message has 3 (vLLM's own events? then say `source: native`)")]
     Frames(usize),
     #[error("a topic that does not start with kvatlas/1/")]
@@ -115,6 +114,13 @@ enum Bad {
     Events(#[from] BadEvents),
 }
 
+impl Bad {
+    /// What the writer is told.
+    pub(super) fn event(&self, stream: u64) -> Event {
+        Event::Bad { stream, version: matches!(self, Bad::Batch(BadBatch::Version(_))), reason: self.to_string() }
+    }
+}
+
 fn decode_events(frames: &[bytes::Bytes]) -> Result<(u64, EventBatch), Bad> {
     match frames::read(frames)? {
         Message::Batch { seq, payload } => Ok((seq, EventBatch::decode(payload)?)),
@@ -122,7 +128,8 @@ fn decode_events(frames: &[bytes::Bytes]) -> Result<(u64, EventBatch), Bad> {
     }
 }
 
-fn decode(frames: &[bytes::Bytes]) -> Result<(u64, Batch), Bad> {
+/// Reads the three frames of an agent's message.
+pub(super) fn decode(frames: &[bytes::Bytes]) -> Result<(u64, Batch), Bad> {
     let [topic, seq, payload] = frames else { return Err(Bad::Frames(frames.len())) };
     if !topic.starts_with(TOPIC.as_bytes()) {
         return Err(Bad::Topic);

@@ -1,13 +1,11 @@
 //! The one writer: everything that streams, agents and the fleet list bring, in order, into the table. A thread of its
 //! own, so that neither many lookups nor many messages take the other's turn.
 
-use super::board::{Board, Seat};
+use super::board::Board;
 use super::bundles::Bundles;
-use super::control::{self, Job, MOST_ASKS};
+use super::control::Job;
 use super::inbox::{self, Event, Inbox, MOST_MEMBERS, Members, Parcel, Questions};
-use super::ingest;
 use super::metrics::Metrics;
-use super::stock;
 use super::watch::Hub;
 use crate::answer::{LifeStep, RequestLife, Status, Update};
 use crate::fleet::{Fleet, Stream};
@@ -16,13 +14,16 @@ use crate::link::{self, Effect};
 use crate::reservations::{Reservations, request_number};
 use crate::shared::{Holder, Writer};
 use proto::event::{Life, Op, picker_request_id};
-use proto::fleet::{Entry, Source};
 use proto::id::{EngineId, SetKind};
+use proto::proof::Secret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinHandle;
+
+mod streams;
+
+use streams::Tasks;
 
 /// Events taken before readers are shown what changed.
 const EVENTS_A_TURN: usize = 128;
@@ -51,6 +52,10 @@ pub struct Setting {
     pub seed: u64,
     /// Names this index to agents.
     pub reader_id: u64,
+    /// What is proved to agents that want it.
+    pub secret: Option<Secret>,
+    /// Agents may dial in.
+    pub agents_dial: bool,
     /// Budget of the table and its sets.
     pub memory_bytes: u64,
     /// True when all is to end.
@@ -82,21 +87,6 @@ pub fn start(setting: Setting) -> std::io::Result<Questions> {
     };
     std::thread::Builder::new().name("index-writer".into()).spawn(move || runtime.block_on(scribe.run(receiver)))?;
     Ok(Questions(inbox))
-}
-
-/// The tasks of one stream.
-struct Tasks {
-    jobs: mpsc::Sender<Job>,
-    events: Option<JoinHandle<()>>,
-    pulses: Option<JoinHandle<()>>,
-    seat: Option<Arc<Seat>>,
-}
-
-impl Drop for Tasks {
-    fn drop(&mut self) {
-        // The control task ends when `jobs` closes.
-        [&self.events, &self.pulses].into_iter().flatten().for_each(JoinHandle::abort);
-    }
 }
 
 struct Scribe {
@@ -216,6 +206,11 @@ impl Scribe {
                 link.failed(core, id, &reason, now_ms, &mut out);
                 stream
             }
+            Event::Arrived(arrival) => return self.arrived(*arrival, now_ms),
+            Event::Left { stream, connection, reason } => {
+                self.fleet.left(stream, connection, reason);
+                stream
+            }
             Event::Fleet(entries, seen) => {
                 self.renew(entries, now_ms);
                 if let Some(seen) = seen {
@@ -292,53 +287,6 @@ impl Scribe {
         }
     }
 
-    fn renew(&mut self, entries: Vec<Entry>, now_ms: u64) {
-        let changes = self.fleet.update(entries, &mut self.setting.core, now_ms);
-        for stream in changes.closed {
-            self.streams.remove(&stream);
-            self.setting.bundles.unclaim(stream);
-        }
-        for slot in changes.ended {
-            lock(&self.setting.book).epoch_ended(slot);
-        }
-        for name in changes.refused {
-            tracing::error!(engine = name, "no number is free in the table for this engine; it is left out");
-        }
-        self.gone.extend(changes.gone);
-        for (stream, entry) in changes.opened {
-            let (jobs, todo) = mpsc::channel(MOST_ASKS);
-            let inbox = self.inbox.clone();
-            let mut pulses = None;
-            if entry.source == Source::Native {
-                let name = entry.name.clone();
-                self.sockets.spawn(stock::replays(stream, name, entry.replay, todo, inbox.clone()));
-                let follow = |address| self.sockets.spawn(stock::pulses(stream, address, inbox.clone()));
-                pulses = entry.address.map(follow);
-            } else {
-                self.sockets.spawn(control::serve(
-                    stream,
-                    entry.name.clone(),
-                    entry.control,
-                    todo,
-                    inbox.clone(),
-                    self.setting.bundles.clone(),
-                ));
-            }
-            let events = entry.events.map(|endpoint| {
-                self.sockets.spawn(ingest::follow(stream, entry.name.clone(), endpoint, entry.source, inbox))
-            });
-            if events.is_none() {
-                tracing::warn!(
-                    engine = entry.name,
-                    "the fleet entry has no events address: nothing will be known of its cache"
-                );
-            }
-            self.streams.insert(stream, Tasks { jobs, events, pulses, seat: None });
-            self.touched.insert(stream);
-        }
-        self.list();
-    }
-
     /// Puts the list of engines up anew.
     fn list(&mut self) {
         let Setting { core, board, .. } = &self.setting;
@@ -399,6 +347,10 @@ impl Scribe {
         }
         if self.ticks.is_multiple_of(50) {
             lock(&self.setting.book).sweep(now_ms);
+            let changes = self.fleet.depart(&mut self.setting.core, now_ms);
+            if !changes.closed.is_empty() {
+                self.take_over(changes);
+            }
             if let Some(engine) = self.fleet.fit(&mut self.setting.core, self.setting.memory_bytes, now_ms) {
                 tracing::error!(
                     engine,

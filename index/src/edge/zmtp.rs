@@ -2,11 +2,11 @@
 //! to it. Whoever owns one decides when to make a new one.
 
 use bytes::Bytes;
-use proto::zmtp::{Incoming, Limits, Wire, message, pong, subscription};
+use proto::zmtp::{Limits, Wire, command, message, pong, subscription};
 use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-pub use proto::zmtp::Kind;
+pub use proto::zmtp::{Incoming, Kind};
 
 /// Most frames in one message: ours have three, an answer two; vLLM's have three.
 pub const MOST_FRAMES: usize = 8;
@@ -74,6 +74,19 @@ impl Connection {
         Ok(connection)
     }
 
+    /// Takes messages of up to so many bytes from now on.
+    pub fn limit(&mut self, bytes: usize) {
+        self.wire.limit(Limits { frames: MOST_FRAMES, bytes });
+    }
+
+    /// Sends a PING, which the peer answers.
+    ///
+    /// # Errors
+    /// When the connection is lost.
+    pub async fn ping(&mut self) -> Result<(), Broken> {
+        self.write(&command("PING", &[0, 0])).await
+    }
+
     /// Asks a publisher for all topics that start so.
     ///
     /// # Errors
@@ -110,7 +123,11 @@ impl Connection {
         }
     }
 
-    async fn next(&mut self) -> Result<Incoming, Broken> {
+    /// The next thing that the peer says, commands too: none is answered. May be cancelled.
+    ///
+    /// # Errors
+    /// As [`Connection::receive`].
+    pub async fn next(&mut self) -> Result<Incoming, Broken> {
         loop {
             if let Some(incoming) = self.wire.take()? {
                 return Ok(incoming);
@@ -130,7 +147,7 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::zmtp::{Broken as Peer, command, frame};
+    use proto::zmtp::{Broken as Peer, frame};
     use tokio::net::TcpListener;
 
     /// Plays a peer of this kind that then sends `bytes`.

@@ -109,14 +109,16 @@ impl Link {
                     if self.heartbeat_at.is_none_or(|at| at < (batch.epoch, seq) || at.0 != batch.epoch) =>
                 {
                     // Judged once a process life, and again if what is judged changes: finding out what differs is work.
-                    let names = |state: &State| (state.check, state.block_size, state.models.clone());
+                    let names =
+                        |state: &State| (state.check, state.block_size, state.engine.rank, state.models.clone());
                     let judged = self.heartbeat_at.is_some_and(|(epoch, _)| epoch == batch.epoch)
                         && self.heartbeat.as_deref().is_some_and(|before| names(before) == names(state));
                     if !judged {
-                        self.mismatch = verdict::mismatch(state, self.setting.seed);
+                        self.mismatch = verdict::rank(state, self.told_rank)
+                            .or_else(|| verdict::mismatch(state, self.setting.seed));
                     }
                     self.heartbeat_at = Some((batch.epoch, seq));
-                    self.rank = state.engine.rank;
+                    self.rank = self.told_rank.unwrap_or(state.engine.rank);
                     self.heartbeat = Some(Arc::new((**state).clone()));
                 }
                 _ => {}

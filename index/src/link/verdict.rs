@@ -32,6 +32,15 @@ pub fn mismatch(state: &State, seed: u64) -> Option<String> {
     ))
 }
 
+/// What differs when the fleet list (or the connection) says another data-parallel rank than the engine.
+pub fn rank(state: &State, told: Option<u32>) -> Option<String> {
+    let told = told.filter(|told| *told != state.engine.rank)?;
+    Some(format!(
+        "rank differs: the fleet list says {told}, the engine {}; each rank publishes on the base port plus its rank",
+        state.engine.rank
+    ))
+}
+
 /// What is to be said of the rule by which an engine's hits end.
 pub fn unknown_rule(state: &State) -> Option<&'static str> {
     (state.rule == HitRule::Unknown)
@@ -48,6 +57,14 @@ mod tests {
             "running": 0, "waiting": 0, "kv_use": 0.0,
         });
         serde_json::from_value(json).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    #[test]
+    fn f6_a_rank_that_the_list_does_not_say_is_named() {
+        assert_eq!(rank(&state(&["m"], 1), None), None);
+        assert_eq!(rank(&state(&["m"], 1), Some(0)), None);
+        let reason = rank(&state(&["m"], 1), Some(3)).unwrap_or_default();
+        assert!(reason.contains("says 3") && reason.contains("engine 0"), "{reason}");
     }
 
     #[test]

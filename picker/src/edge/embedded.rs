@@ -93,7 +93,8 @@ impl Embedded {
                 ahead: status.rule().ahead(),
                 load: load(status),
                 bundle: status.bundle().to_owned(),
-                dp_size: heartbeat.map_or(0, |h| h.dp_size),
+                address: status.address.as_deref().and_then(|address| address.parse().ok()),
+                rank_header: heartbeat.and_then(|h| h.rank_header),
                 check: heartbeat.map_or(0, |h| h.check),
             };
             (status.engine.to_string(), knowledge)

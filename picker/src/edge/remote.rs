@@ -339,7 +339,8 @@ fn news(event: wire::WatchEvent) -> News {
             ahead: engine.ahead,
             load: load(engine.load),
             bundle: engine.bundle,
-            dp_size: engine.dp_size,
+            address: engine.address.parse().ok(),
+            rank_header: engine.rank_header,
             check: engine.check,
         };
         (engine.engine, knowledge)

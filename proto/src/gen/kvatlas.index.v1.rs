@@ -153,7 +153,7 @@ pub struct Engine {
     /// name.rank
     #[prost(string, tag = "1")]
     pub engine: ::prost::alloc::string::String,
-    /// ip:port, when the fleet list has it.
+    /// ip:port of its API server: the fleet list's, else the agent's own word.
     #[prost(string, tag = "2")]
     pub address: ::prost::alloc::string::String,
     /// agent or native.
@@ -187,6 +187,9 @@ pub struct Engine {
     /// Tokens beyond its block that each fingerprint covers.
     #[prost(uint32, tag = "14")]
     pub ahead: u32,
+    /// What to ask for in the header X-data-parallel-rank at that address; absent where it has this rank alone.
+    #[prost(uint32, optional, tag = "15")]
+    pub rank_header: ::core::option::Option<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RequestLife {

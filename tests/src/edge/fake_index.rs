@@ -70,6 +70,7 @@ pub fn engine(id: &str, model: &str, seed: u64, bundle: &[u8]) -> Engine {
         load: Some(Load { health: 1.0, max_num_seqs: 8, adapters: vec!["lora".into()], ..Load::default() }),
         bundle: digest(bundle),
         dp_size: 1,
+        rank_header: None,
         check: proto::block::check(model, seed, 16),
         ..Engine::default()
     }

@@ -63,6 +63,7 @@ fn row(shared: &Shared, status: &Status) -> Value {
         "engine": status.engine.to_string(),
         "rank": status.engine.rank,
         "address": status.address,
+        "rank_header": heartbeat.and_then(|state| state.rank_header),
         "source": source(status),
         "state": state.name(),
         "reason": status.reason,
