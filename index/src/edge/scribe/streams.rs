@@ -45,7 +45,9 @@ impl Scribe {
         self.streams.insert(stream, Tasks { jobs, events: None, pulses: None, _dialled: Some(hold), seat: None });
         self.touched.insert(stream);
         if let Some(link) = self.fleet.link(stream) {
-            link.connected(now_ms);
+            let mut out = Vec::new();
+            link.connected(&mut self.setting.core, now_ms, &mut out);
+            self.carry_out(stream, out);
         }
         self.list();
         // Who has left meanwhile says so with its number.
