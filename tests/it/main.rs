@@ -14,6 +14,7 @@ mod envoy_cases;
 mod find;
 mod fuzz_corpus;
 mod r#gen;
+mod hybrid;
 mod in_step;
 mod in_step_sender;
 mod in_step_world;
