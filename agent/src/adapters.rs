@@ -162,8 +162,13 @@ impl Adapters {
         }
     }
 
-    /// The lists. They are made anew only when one of them changed.
-    pub fn lists(&mut self) -> &Lists {
+    /// The lists, as of the last [`Adapters::refresh`].
+    pub fn lists(&self) -> &Lists {
+        &self.lists
+    }
+
+    /// Makes the lists anew if one of them changed, which is seldom.
+    pub fn refresh(&mut self) {
         if std::mem::take(&mut self.stale) {
             let sorted = |mut names: Vec<String>| {
                 names.sort_unstable();
@@ -181,7 +186,6 @@ impl Adapters {
                 waiting: of(&self.waiting),
             };
         }
-        &self.lists
     }
 
     /// `LRUCacheWorkerLoRAManager.add_adapter`.
@@ -232,8 +236,13 @@ mod tests {
         list.iter().map(|name| (*name).to_string()).collect()
     }
 
+    fn lists(adapters: &mut Adapters) -> &Lists {
+        adapters.refresh();
+        adapters.lists()
+    }
+
     fn at_hand(adapters: &mut Adapters) -> (Vec<String>, Vec<String>) {
-        let lists = adapters.lists();
+        let lists = lists(adapters);
         (lists.loaded.clone(), lists.cached.clone())
     }
 
@@ -278,23 +287,26 @@ mod tests {
         all.arrived(1, "b".into());
         all.arrived(2, "a".into());
         all.arrived(3, "a".into());
-        assert_eq!(all.lists().waiting, names(&["a", "b"]));
+        assert_eq!(lists(&mut all).waiting, names(&["a", "b"]));
         all.started(3);
-        assert_eq!((all.lists().running.clone(), all.lists().waiting.clone()), (names(&["a"]), names(&["a", "b"])));
+        assert_eq!(
+            (lists(&mut all).running.clone(), lists(&mut all).waiting.clone()),
+            (names(&["a"]), names(&["a", "b"]))
+        );
         all.started(2);
         all.ran(["a"].into_iter());
-        assert_eq!((all.lists().running.clone(), all.lists().waiting.clone()), (names(&["a"]), names(&["b"])));
-        let before = all.lists().loaded.as_ptr();
+        assert_eq!((lists(&mut all).running.clone(), lists(&mut all).waiting.clone()), (names(&["a"]), names(&["b"])));
+        let before = lists(&mut all).loaded.as_ptr();
         all.ran(["a"].into_iter());
         all.finished(3);
         all.arrived(4, "b".into());
         all.finished(99);
-        assert_eq!(all.lists().loaded.as_ptr(), before, "nothing that a list shows has changed");
+        assert_eq!(lists(&mut all).loaded.as_ptr(), before, "nothing that a list shows has changed");
         all.finished(2);
         all.finished(1);
         all.finished(4);
-        let lists = all.lists();
-        assert_eq!((&lists.running[..], &lists.waiting[..], &lists.loaded), (&[][..], &[][..], &names(&["a"])));
+        let last = lists(&mut all);
+        assert_eq!((&last.running[..], &last.waiting[..], &last.loaded), (&[][..], &[][..], &names(&["a"])));
         assert!(all.of_running.is_empty() && all.of_waiting.is_empty());
     }
 

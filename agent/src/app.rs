@@ -7,11 +7,13 @@ use crate::edge::clock::{self, Clock};
 use crate::edge::control::{self, Auditor, Desk, Later};
 use crate::edge::dial;
 use crate::edge::listen::{self, Bound};
+use crate::edge::nvml;
 use crate::edge::publish;
 use crate::edge::wake::{self, Bell, Waker};
 use crate::engine::{Engine, Gauges};
 use crate::facts::Facts;
 use crate::feed::Feed;
+use crate::gpus::{Share, Visible};
 use crate::ring;
 use crate::state::Identity;
 use anyhow::{Context, Result};
@@ -86,8 +88,9 @@ impl Agent {
         let sockets = Sockets { events, control, indexes: config.indexes.clone(), secret: config.secret.clone() };
         let body = {
             let (stop, later) = (stop.clone(), later.clone());
+            let gpus = (config.nvml.clone(), config.visible.clone(), facts.share.clone());
             move || {
-                if let Err(error) = run(feed, sockets, bell, later, stop) {
+                if let Err(error) = run(feed, gpus, sockets, bell, later, stop) {
                     tracing::error!(%error, "the kvatlas agent stopped; the engine goes on without it");
                 }
             }
@@ -201,9 +204,16 @@ impl Socket {
     }
 }
 
-fn run(feed: Feed, sockets: Sockets, bell: Bell, later: Arc<Later>, stop: Arc<AtomicBool>) -> Result<()> {
-    // Blocking threads read the pool for an audit and look up the names of indexes, nothing else: one that waits for
-    // the engine or a name server leaves others for the rest.
+fn run(
+    feed: Feed,
+    (nvml, visible, share): (String, Visible, Share),
+    sockets: Sockets,
+    bell: Bell,
+    later: Arc<Later>,
+    stop: Arc<AtomicBool>,
+) -> Result<()> {
+    // Blocking threads read the pool for an audit, measure the GPUs and look up the names of indexes, nothing else: one
+    // that waits for the engine, a driver or a name server leaves others for the rest.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
     let tasks = tokio::task::LocalSet::new();
     let done = tasks.block_on(&runtime, async {
@@ -231,6 +241,11 @@ fn run(feed: Feed, sockets: Sockets, bell: Bell, later: Arc<Later>, stop: Arc<At
             tokio::task::spawn_local(dial::keep(index, desk.clone(), sockets.secret.clone(), watching.clone()));
         }
         drop(watching);
+        {
+            let feed = feed.clone();
+            let take = move |measured| feed.borrow_mut().measured(measured);
+            tokio::task::spawn_local(nvml::watch(nvml, visible, share, take));
+        }
         let mut report = Report::default();
         while !stop.load(Ordering::Acquire) {
             let now = clock.now_ms();

@@ -1,6 +1,7 @@
 //! Settings of the agent, all by environment. A bad one turns the agent off, never the engine.
 
 use crate::address::{Address, BadAddress, is_reached};
+use crate::gpus::{NVML, Visible};
 use proto::id::MAX_NAME_BYTES;
 use proto::proof::{BadSecret, Secret};
 
@@ -34,6 +35,10 @@ pub struct Config {
     pub heartbeat_ms: u64,
     /// `KVATLAS_LOG`: `error`, `warn`, `info`, `debug` or `trace`.
     pub log: String,
+    /// `CUDA_VISIBLE_DEVICES` and `NVIDIA_VISIBLE_DEVICES`, as vLLM and the container found them.
+    pub visible: Visible,
+    /// The library that measures GPUs. Not a setting: another one is for tests.
+    pub nvml: String,
 }
 
 /// Why the agent stays off.
@@ -76,6 +81,8 @@ impl Default for Config {
             seed: 0,
             heartbeat_ms: 100,
             log: "info".to_string(),
+            visible: Visible::default(),
+            nvml: NVML.to_string(),
         }
     }
 }
@@ -99,6 +106,8 @@ fn host_name() -> String {
 }
 
 fn parse(get: impl Fn(&'static str) -> Option<String>, host: &str) -> Result<Option<Config>, BadConfig> {
+    // Here empty is not unset: no GPU is visible.
+    let visible = Visible { cuda: get("CUDA_VISIBLE_DEVICES"), nvidia: get("NVIDIA_VISIBLE_DEVICES") };
     let get = |name| get(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
     let bad =
         |name, value: &str, expected| BadConfig::Value { name, value: value.chars().take(128).collect(), expected };
@@ -110,6 +119,7 @@ fn parse(get: impl Fn(&'static str) -> Option<String>, host: &str) -> Result<Opt
     let mut config = Config {
         engine: host.to_string(),
         model: get("KVATLAS_MODEL"),
+        visible,
         secret: get("KVATLAS_SECRET").map(|text| Secret::new(&text)).transpose()?,
         pod_ip: get("POD_IP").filter(|ip| ip.parse::<std::net::IpAddr>().is_ok()),
         ..Config::default()
@@ -201,6 +211,14 @@ mod tests {
         assert!(error.as_ref().is_err_and(|e| e.contains("16") && !e.contains("only")), "{error:?}");
         let good = with(&[("KVATLAS_SECRET", "exactly16byteslo")]).ok().flatten();
         assert!(good.is_some_and(|config| config.secret.is_some() && !format!("{config:?}").contains("exactly")));
+    }
+
+    #[test]
+    fn no_visible_gpu_is_not_all_of_them() {
+        let of = |pairs| with(pairs).map(|config| config.map(|config| config.visible));
+        assert_eq!(of(&[]), Ok(Some(Visible::default())));
+        let none = Visible { cuda: Some(String::new()), nvidia: Some("all".into()) };
+        assert_eq!(of(&[("CUDA_VISIBLE_DEVICES", ""), ("NVIDIA_VISIBLE_DEVICES", "all")]), Ok(Some(none)));
     }
 
     #[test]

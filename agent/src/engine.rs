@@ -1,5 +1,10 @@
 //! The engine's side: what the engine's thread calls. Nothing here waits or fails; what goes wrong is counted.
 
+mod adapted;
+mod gauges;
+
+pub use gauges::Gauges;
+
 use crate::facts::{Counts, Facts};
 use crate::plan::Plan;
 use crate::record::Pen;
@@ -10,59 +15,7 @@ use crate::tiers::{Report, Tiers, UNKNOWN_MEDIUM};
 use proto::block::{Fingerprint, Namespace, root};
 use proto::residency::Link;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-
-/// Numbers that both threads see. Each is written by one side; the latest value counts.
-#[derive(Debug, Default)]
-pub struct Gauges {
-    running: AtomicU32,
-    waiting: AtomicU32,
-    backlog_tokens: AtomicU64,
-    kv_use: AtomicU32,
-    steps: AtomicU64,
-    faults: AtomicU64,
-    unknown_below: AtomicU64,
-    unknown_media: AtomicU64,
-    /// Written by the publisher: the last seq that it published.
-    pub published: AtomicU64,
-}
-
-impl Gauges {
-    /// The engine's last counts.
-    pub fn counts(&self) -> Counts {
-        Counts {
-            running: self.running.load(Ordering::Relaxed),
-            waiting: self.waiting.load(Ordering::Relaxed),
-            backlog_tokens: self.backlog_tokens.load(Ordering::Relaxed),
-            kv_use: f32::from_bits(self.kv_use.load(Ordering::Relaxed)),
-        }
-    }
-
-    /// Steps since the start.
-    pub fn steps(&self) -> u64 {
-        self.steps.load(Ordering::Relaxed)
-    }
-
-    /// Faults caught on the engine's thread.
-    pub fn faults(&self) -> u64 {
-        self.faults.load(Ordering::Relaxed)
-    }
-
-    /// Reports of tiers below about blocks that are not known, and about media that are not known.
-    pub fn unknown(&self) -> (u64, u64) {
-        (self.unknown_below.load(Ordering::Relaxed), self.unknown_media.load(Ordering::Relaxed))
-    }
-
-    /// A report of a medium that is not known.
-    pub fn unknown_medium(&self) {
-        self.unknown_media.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// One more fault.
-    pub fn fault(&self) {
-        self.faults.fetch_add(1, Ordering::Relaxed);
-    }
-}
+use std::sync::atomic::Ordering;
 
 /// A request as the engine announces it.
 #[derive(Debug)]
@@ -98,6 +51,11 @@ pub struct Engine {
     // Prompt tokens not computed yet, over all live requests; and how many started ones have some.
     backlog: u64,
     prefilling: usize,
+    // Live requests with an adapter; numbers of the adapters that the last step ran, and that this one runs: as many as
+    // the engine has slots for.
+    adapted: usize,
+    ran: Vec<u32>,
+    running: Vec<u32>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -133,6 +91,9 @@ impl Engine {
             run: Vec::with_capacity(CHAIN),
             backlog: 0,
             prefilling: 0,
+            adapted: 0,
+            ran: Vec::new(),
+            running: Vec::new(),
         }
     }
 
@@ -165,8 +126,10 @@ impl Engine {
         live.nameless = nameless || adapter.is_none();
         live.names(self.grain.names(request.prompt_tokens), self.grain, request.tokens);
         self.forget(request.id);
+        let adapted = usize::from(live.adapter != 0);
         if self.requests.insert(request.id, live) {
             self.backlog += u64::from(prompt_tokens);
+            self.adapted += adapted;
         } else {
             self.gauges.fault();
         }
@@ -177,6 +140,7 @@ impl Engine {
     pub fn forget(&mut self, id: &str) -> Option<u64> {
         let live = self.requests.remove(id)?;
         self.backlog -= u64::from(live.left);
+        self.adapted -= usize::from(live.adapter != 0);
         self.prefilling -= usize::from(live.started && live.left > 0);
         Some(live.number)
     }

@@ -1,6 +1,7 @@
 //! What the engine tells about itself: once at the start, and once a step.
 
 use crate::address::Http;
+use crate::gpus::Share;
 use crate::plan::Plan;
 use proto::event::{Group, HitRule};
 
@@ -21,6 +22,10 @@ pub struct Facts {
     pub max_num_seqs: u32,
     /// Most adapters at once, 0 without LoRA.
     pub max_adapters: u32,
+    /// Most adapters in the host's memory, those of the GPU among them.
+    pub max_cached_adapters: u32,
+    /// Which of the visible GPUs are this engine's.
+    pub share: Share,
     /// Is it known how hits end? Otherwise nothing is published of the blocks.
     pub known: bool,
     /// What is published of which group, and how hits end.
@@ -53,6 +58,8 @@ impl Facts {
             total_blocks,
             max_num_seqs: 0,
             max_adapters: 0,
+            max_cached_adapters: 0,
+            share: Share::default(),
             known: true,
             plan: Plan::plain(block_size, [0, 32, 0]),
             groups: vec![Group { kind: "full_attention".to_string(), block_size, window: 0 }],

@@ -1,9 +1,12 @@
 //! The stream of one engine: records in, numbered messages out, each at most once an engine step, and heartbeats.
 
+use crate::adapters::Adapters;
 use crate::batch;
 use crate::engine::Gauges;
 use crate::facts::Facts;
 use crate::follower::{Follower, Step};
+use crate::gpus::Measured;
+use crate::health::Pulse;
 use crate::record::Record;
 use crate::replay::Replay;
 use crate::ring::Reader;
@@ -29,13 +32,17 @@ pub struct Feed {
     counters: Counters,
     heartbeat_ms: u64,
     spoke_ms: Option<u64>,
-    stepped: (u64, u64),
+    pulse: Pulse,
+    measured: Option<Measured>,
+    // Asleep and draining, as last told.
+    will: (bool, bool),
 }
 
 impl Feed {
     /// Publishes what the other end of `ring` tells.
     pub fn new(identity: Identity, facts: Facts, ring: Reader, gauges: Arc<Gauges>, heartbeat_ms: u64) -> Self {
-        let follower = Follower::new(facts.plan.clone(), facts.total_blocks as usize, facts.max_adapters as usize);
+        let adapters = Adapters::new(facts.max_adapters as usize, facts.max_cached_adapters as usize);
+        let follower = Follower::new(facts.plan.clone(), facts.total_blocks as usize, adapters);
         Self {
             identity,
             facts,
@@ -49,7 +56,9 @@ impl Feed {
             counters: Counters::default(),
             heartbeat_ms,
             spoke_ms: None,
-            stepped: (0, 0),
+            pulse: Pulse::default(),
+            measured: None,
+            will: (false, false),
         }
     }
 
@@ -86,6 +95,11 @@ impl Feed {
         self.counters.replays += 1;
     }
 
+    /// The engine's GPUs were measured, or cannot be any more.
+    pub fn measured(&mut self, measured: Option<Measured>) {
+        self.measured = measured;
+    }
+
     /// When the next heartbeat is due, on the clock of `now_ms`.
     pub fn due_ms(&self) -> u64 {
         self.spoke_ms.map_or(0, |spoke| spoke + self.heartbeat_ms)
@@ -101,11 +115,13 @@ impl Feed {
             }
         }
         self.words.shrink_to(1 << 16);
-        let steps = self.gauges.steps();
-        if steps != self.stepped.0 {
-            self.stepped = (steps, now_ms);
-        }
-        let beat = now_ms >= self.due_ms();
+        let (steps, counts) = (self.gauges.steps(), self.gauges.counts());
+        let will = (self.gauges.asleep(), self.gauges.draining());
+        // Work that waits for an engine that was told to rest is not stalled.
+        let waits = counts.running + counts.waiting > 0 && will == (false, false);
+        let stalled_ms = self.pulse.look(now_ms, steps, waits);
+        // Sleep and drain are told at once: no request should go there any more.
+        let beat = now_ms >= self.due_ms() || will != self.will;
         if self.step.is_empty() && !beat {
             return;
         }
@@ -126,13 +142,11 @@ impl Feed {
         self.follower.told();
         let mut messages = batch::split(ops);
         if beat && let Some(last) = messages.last_mut() {
-            let counts = self.gauges.counts();
-            let waits = counts.running + counts.waiting > 0;
-            let stalled_ms = if waits { now_ms.saturating_sub(self.stepped.1) } else { 0 };
-            let pace = Pace { steps, stalled_ms };
+            let pace = Pace { steps, stalled_ms, asleep: will.0, draining: will.1, measured: self.measured.as_ref() };
             let state = state(&self.identity, &self.facts, &self.follower, counts, pace, bundle, self.counters());
             last.push(Op::State(Box::new(state)));
             self.spoke_ms = Some(now_ms);
+            self.will = will;
         }
         for ops in messages {
             let batch = Batch { version: PROTOCOL, epoch: self.identity.epoch, step_ms: unix_ms, ops };
@@ -172,3 +186,7 @@ impl Feed {
         self.cuts.expire(now_ms);
     }
 }
+
+#[cfg(test)]
+#[path = "feed_tests.rs"]
+mod tests;

@@ -1,12 +1,13 @@
 //! The publisher's side of the truth: the engine's records in, changes of the published sets out.
 
+use crate::adapters::{Adapters, Lists};
 use crate::plan::Plan;
 use crate::record::Record;
 use crate::resident::{Changes, Resident};
 use proto::block::Fingerprint;
 use proto::event::Life;
 use proto::residency::{FingerprintMap, Link};
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 
 /// What one publisher step gathered.
 #[derive(Debug, Default)]
@@ -43,19 +44,9 @@ struct RootName {
     copies: u64,
 }
 
-#[derive(Debug, Default)]
-struct Adapters {
-    // Request -> adapter, of requests that have one. As many as are live.
-    waiting: HashMap<u64, String>,
-    running: HashMap<u64, String>,
-    // Last ones that ran: thought loaded.
-    recent: VecDeque<String>,
-}
-
 /// What one engine's blocks hold, and its sets.
 #[derive(Debug)]
 pub struct Follower {
-    max_adapters: usize,
     held: Vec<Held>,
     // Further keys of blocks that have several.
     more: HashMap<u64, Vec<Held>>,
@@ -70,17 +61,16 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Follows a pool of `blocks` blocks.
-    pub fn new(plan: Plan, blocks: usize, max_adapters: usize) -> Self {
+    /// Follows a pool of `blocks` blocks, and adapters from none on.
+    pub fn new(plan: Plan, blocks: usize, adapters: Adapters) -> Self {
         Self {
-            max_adapters,
             held: vec![Held::default(); blocks],
             more: HashMap::new(),
             sets: Resident::new(plan),
             roots: FingerprintMap::default(),
             lost_roots: false,
             predictions: HashMap::new(),
-            adapters: Adapters::default(),
+            adapters,
             unnamed: 0,
         }
     }
@@ -100,22 +90,9 @@ impl Follower {
         self.roots.get(&root).map_or("", |root| &root.adapter)
     }
 
-    /// Adapters that run or are thought loaded, and those that waiting requests ask for; sorted.
-    pub fn adapters(&self) -> (Vec<String>, Vec<String>) {
-        let sorted = |mut list: Vec<String>| {
-            list.sort_unstable();
-            list.dedup();
-            list.truncate(proto::event::MAX_LIST);
-            list
-        };
-        let mut running: Vec<String> = self.adapters.running.values().cloned().collect();
-        running.sort_unstable();
-        running.dedup();
-        let room = self.max_adapters.saturating_sub(running.len());
-        let recent: Vec<String> =
-            self.adapters.recent.iter().filter(|a| !running.contains(a)).take(room).cloned().collect();
-        running.extend(recent);
-        (sorted(running), sorted(self.adapters.waiting.values().cloned().collect()))
+    /// Adapters, as of the last [`Follower::told`].
+    pub fn adapters(&self) -> &Lists {
+        self.adapters.lists()
     }
 
     /// Applies one record.
@@ -181,17 +158,12 @@ impl Follower {
             }
             Record::Arrived { request, id, adapter } => {
                 if !adapter.is_empty() {
-                    self.adapters.waiting.insert(request, adapter);
+                    self.adapters.arrived(request, adapter);
                 }
                 step.lives.push(Life::Arrived { id });
             }
             Record::Started { request, id, prompt_tokens, cached_tokens } => {
-                if let Some(adapter) = self.adapters.waiting.remove(&request) {
-                    self.adapters.recent.retain(|recent| *recent != adapter);
-                    self.adapters.recent.push_front(adapter.clone());
-                    self.adapters.recent.truncate(self.max_adapters);
-                    self.adapters.running.insert(request, adapter);
-                }
+                self.adapters.started(request);
                 let (predicted_tokens, seq) = match self.predictions.remove(&request) {
                     Some((tokens, seq)) => (Some(tokens), seq),
                     None => (None, 0),
@@ -200,15 +172,18 @@ impl Follower {
             }
             Record::Finished { request, id, reason } => {
                 self.predictions.remove(&request);
-                self.adapters.waiting.remove(&request);
-                self.adapters.running.remove(&request);
+                self.adapters.finished(request);
                 step.lives.push(Life::Finished { id, reason });
             }
+            Record::Ran { adapters } => self.adapters.ran(adapters.iter().map(String::as_str)),
+            Record::Adapter { doing, adapter } => self.adapters.done(doing, &adapter),
         }
     }
 
-    /// To be called when a step's changes were told: forgets the names of roots that have no block left.
+    /// To be called when a step's changes were told: forgets the names of roots that have no block left, and makes the
+    /// lists of adapters anew if they changed.
     pub fn told(&mut self) {
+        self.adapters.refresh();
         if std::mem::take(&mut self.lost_roots) {
             self.roots.retain(|_, root| root.copies > 0);
         }

@@ -2,6 +2,9 @@
 
 use proto::event::Gpus;
 
+/// The name by which the dynamic linker finds NVML, on every host that has a driver.
+pub const NVML: &str = "libnvidia-ml.so.1";
+
 /// What the environment makes visible.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Visible {

@@ -3,28 +3,26 @@
 //!
 //! Every method may raise; the wrappers in `python/kvatlas` catch and count. None of them waits.
 
+use crate::adapters::Doing;
 use crate::address::Http;
 use crate::config;
 use crate::edge::clock::Clock;
-use crate::edge::control::AuditPage;
 use crate::facts::{Counts, Facts};
+use crate::gpus::Share;
 use crate::plan::Plan;
 use proto::event::Group;
-use proto::hit::Hits;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
+mod audit;
+mod hits;
 mod read;
+use audit::page;
 use read::{Ids, argument, block_id, described, ids, optional, plan, reports, tail, text};
 
 mod settings;
-
-/// Blocks in one page of an audit: with 32-byte digests, about 180 KiB.
-const AUDIT_BLOCKS: usize = 4096;
-/// Pool blocks looked at for one page, so that the engine is not held up: about 2 ms.
-const AUDIT_LOOKS: u64 = 1 << 15;
 
 /// The agent of one scheduler.
 #[pyclass(module = "kvatlas._agent", weakref)]
@@ -42,7 +40,7 @@ struct Agent {
 impl Agent {
     /// Starts an agent; `None` when the settings turn it off.
     #[staticmethod]
-    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, engine_version="", rules=None, doubt=None, http=(None, None, None)))]
+    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, max_cached_adapters=0, gpus=None, engine_version="", rules=None, doubt=None, http=(None, None, None)))]
     #[allow(clippy::too_many_arguments)]
     fn start(
         pool: &Bound<'_, PyAny>,
@@ -54,6 +52,8 @@ impl Agent {
         dp_size: u32,
         max_num_seqs: u32,
         max_adapters: u32,
+        max_cached_adapters: u32,
+        gpus: Option<(usize, usize, Option<Vec<u32>>)>,
         engine_version: &str,
         rules: Option<&Bound<'_, PyDict>>,
         doubt: Option<&str>,
@@ -95,6 +95,8 @@ impl Agent {
             total_blocks,
             max_num_seqs,
             max_adapters,
+            max_cached_adapters,
+            share: gpus.map(|(place, world, ids)| Share { place, world, ids }).unwrap_or_default(),
             known,
             plan,
             groups,
@@ -319,13 +321,59 @@ impl Agent {
         for new in output.getattr(intern!(py, "scheduled_new_reqs"))?.try_iter()? {
             agent.engine.started(text(&new?.getattr(intern!(py, "req_id"))?)?);
         }
-        if agent.engine.prefilling() > 0 {
+        let (prefilling, adapted) = (agent.engine.prefilling() > 0, agent.engine.adapted() > 0);
+        if prefilling || adapted {
             let tokens = output.getattr(intern!(py, "num_scheduled_tokens"))?.cast_into::<PyDict>()?;
             for (id, count) in tokens {
-                agent.engine.progressed(text(&id)?, count.extract()?);
+                let id = text(&id)?;
+                if prefilling {
+                    agent.engine.progressed(id, count.extract()?);
+                }
+                if adapted {
+                    agent.engine.runs(id);
+                }
+            }
+            if adapted {
+                agent.engine.ran();
             }
         }
         Ok(())
+    }
+
+    /// `EngineCore.add_lora` returned: the adapter is loaded, `in_place` of itself or unless it was.
+    #[pyo3(signature = (name, in_place=false))]
+    fn adapter_added(&mut self, name: &str, in_place: bool) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.adapter_done(if in_place { Doing::Reload } else { Doing::Add }, name);
+        }
+    }
+
+    /// `EngineCore.remove_lora` returned.
+    fn adapter_removed(&mut self, name: &str) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.adapter_done(Doing::Remove, name);
+        }
+    }
+
+    /// `EngineCore.pin_lora` returned.
+    fn adapter_pinned(&mut self, name: &str) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.adapter_done(Doing::Pin, name);
+        }
+    }
+
+    /// The engine sleeps now, or does not any more.
+    fn asleep(&mut self, asleep: bool) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.asleep(asleep);
+        }
+    }
+
+    /// The engine takes no new requests now, or takes them again.
+    fn draining(&mut self, draining: bool) {
+        if let Some(agent) = &mut self.running {
+            agent.engine.draining(draining);
+        }
     }
 
     /// A step of the scheduler `ended`, or the first part of one: its counts are read and the publisher is woken.
@@ -422,44 +470,6 @@ fn hook_handed_out(
     }
 }
 
-/// A page of the pool's cached blocks, with the engine's digests less the group's 4 bytes.
-fn page(pool: &Bound<'_, PyAny>, from: u64) -> PyResult<AuditPage> {
-    let py = pool.py();
-    let blocks = pool.getattr(intern!(py, "blocks"))?.cast_into::<PyList>()?;
-    let (mut out, total) = (Vec::new(), blocks.len() as u64);
-    let mut at = from;
-    while at < total.min(from.saturating_add(AUDIT_LOOKS)) && out.len() < AUDIT_BLOCKS {
-        let hash = blocks.get_item(at as usize)?.getattr(intern!(py, "block_hash"))?;
-        if !hash.is_none() {
-            let hash = hash.cast::<PyBytes>()?.as_bytes();
-            out.push((at, hash[..hash.len().saturating_sub(4)].to_vec()));
-        }
-        at += 1;
-    }
-    Ok((out, (at < total).then_some(at)))
-}
-
-/// What an engine takes from its cache for a prompt of `tokens` tokens: the search of the index and of the agent itself,
-/// for tests against real engines. `rule` is the MessagePack of [`proto::hit::Hits`], as heartbeats carry it;
-/// `has(set, at)` is asked of each fingerprint. `None` when the search was given up.
-#[pyfunction]
-fn find_hit(rule: &[u8], tokens: usize, has: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
-    let hits: Hits = proto::control::decode(rule).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    if let Some(fault) = hits.fault() {
-        return Err(PyValueError::new_err(format!("{fault} makes no sense")));
-    }
-    let mut raised = None;
-    let ask = |set: usize, at: usize| match has.call1((set, at)).and_then(|there| there.is_truthy()) {
-        Ok(there) => there,
-        Err(error) => {
-            raised = Some(error);
-            false
-        }
-    };
-    let hit = proto::hit::find(&hits, tokens, ask);
-    raised.map_or(Ok(hit), Err)
-}
-
 /// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.
 fn log_to_stderr(level: &str) {
     let level = level.parse().unwrap_or(tracing::Level::INFO);
@@ -473,6 +483,6 @@ fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hook_cached, module)?)?;
     module.add_function(wrap_pyfunction!(hook_handed_out, module)?)?;
     module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
-    module.add_function(wrap_pyfunction!(find_hit, module)?)?;
+    module.add_function(wrap_pyfunction!(hits::find_hit, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

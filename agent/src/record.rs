@@ -2,6 +2,7 @@
 //!
 //! Because the order is kept, a lookup's prediction is exact: the publisher knows the set at that very place.
 
+use crate::adapters::Doing;
 use crate::ring::Writer;
 use crate::slots::Key;
 use proto::block::Fingerprint;
@@ -107,6 +108,18 @@ pub enum Record<'a> {
         /// As the engine names it.
         reason: String,
     },
+    /// A step ran requests of adapters, others than the step before it.
+    Ran {
+        /// Their names.
+        adapters: Vec<String>,
+    },
+    /// The engine did something with an adapter outside of a step.
+    Adapter {
+        /// What.
+        doing: Doing,
+        /// Its name.
+        adapter: String,
+    },
 }
 
 const AFTER_ROOT: u8 = 1;
@@ -123,6 +136,11 @@ const ADDED_AFTER_BLOCK: u8 = 11;
 const MOVED: u8 = 12;
 const BELOW_ROOT: u8 = 13;
 const BELOW_BLOCK: u8 = 14;
+const RAN: u8 = 15;
+const ADAPTER: u8 = 16;
+
+/// Doings by their number in a record.
+const DOINGS: [Doing; 4] = [Doing::Add, Doing::Reload, Doing::Remove, Doing::Pin];
 
 /// Beside a group in one word: the key ends inside the block.
 const PARTIAL: u64 = 1 << 32;
@@ -242,6 +260,19 @@ impl Pen {
             put_text(out, reason);
         })
     }
+
+    /// [`Record::Ran`].
+    pub fn ran<'a>(&mut self, adapters: impl Iterator<Item = &'a str>) -> bool {
+        self.write(RAN, |out| adapters.for_each(|adapter| put_text(out, adapter)))
+    }
+
+    /// [`Record::Adapter`].
+    pub fn adapter(&mut self, doing: Doing, adapter: &str) -> bool {
+        self.write(ADAPTER, |out| {
+            out.push(DOINGS.iter().position(|one| *one == doing).unwrap_or_default() as u64);
+            put_text(out, adapter);
+        })
+    }
 }
 
 /// Texts on the wire are limited; what is longer is cut, at a character.
@@ -322,6 +353,14 @@ impl<'a> Record<'a> {
                 Record::Started { request, prompt_tokens, cached_tokens, id: take_text(w)? }
             }
             FINISHED => Record::Finished { request: take(w)?, id: take_text(w)?, reason: take_text(w)? },
+            RAN => {
+                let mut adapters = Vec::new();
+                while !w.is_empty() {
+                    adapters.push(take_text(w)?);
+                }
+                Record::Ran { adapters }
+            }
+            ADAPTER => Record::Adapter { doing: *DOINGS.get(take(w)? as usize)?, adapter: take_text(w)? },
             _ => return None,
         })
     }
@@ -346,6 +385,8 @@ mod tests {
         assert!(pen.looked(7, 8, 33, &[11, 12]));
         assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16));
         assert!(pen.finished(7, &long, "stop"));
+        assert!(pen.ran(["a", "long-adapter"].into_iter()) && pen.ran([].into_iter()));
+        DOINGS.iter().for_each(|doing| assert!(pen.adapter(*doing, "a")));
         let mut words = vec![];
         let mut next = |expected: Record<'_>| {
             let kind = reader.pop(&mut words).unwrap_or(0);
@@ -365,5 +406,8 @@ mod tests {
         next(Record::Arrived { request: 7, id: "chatcmpl-1".into(), adapter: String::new() });
         next(Record::Started { request: 7, id: "chatcmpl-1".into(), prompt_tokens: 33, cached_tokens: 16 });
         next(Record::Finished { request: 7, id: "é".repeat(512), reason: "stop".into() });
+        next(Record::Ran { adapters: vec!["a".into(), "long-adapter".into()] });
+        next(Record::Ran { adapters: vec![] });
+        DOINGS.iter().for_each(|doing| next(Record::Adapter { doing: *doing, adapter: "a".into() }));
     }
 }

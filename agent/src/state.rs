@@ -2,6 +2,8 @@
 
 use crate::facts::{Counts, Facts};
 use crate::follower::Follower;
+use crate::gpus::Measured;
+use crate::health::{Vitals, score};
 use crate::record::within_limit;
 use proto::block;
 use proto::event::{Counters, KindDigest, MAX_LIST, State};
@@ -40,13 +42,19 @@ impl Identity {
     }
 }
 
-/// What is known of the engine's steps.
+/// What is known of the engine beside its counts.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Pace {
+pub struct Pace<'a> {
     /// Steps since the start.
     pub steps: u64,
-    /// Milliseconds since the last one, when work waits.
+    /// Milliseconds without a step while work waits.
     pub stalled_ms: u64,
+    /// It sleeps.
+    pub asleep: bool,
+    /// It takes no new requests.
+    pub draining: bool,
+    /// What is measured of its GPUs, if anything is.
+    pub measured: Option<&'a Measured>,
 }
 
 /// The heartbeat at this moment.
@@ -55,11 +63,24 @@ pub fn state(
     facts: &Facts,
     follower: &Follower,
     counts: Counts,
-    pace: Pace,
+    pace: Pace<'_>,
     bundle: &str,
     counters: Counters,
 ) -> State {
-    let (adapters, adapters_waiting) = follower.adapters();
+    let digests: Vec<KindDigest> =
+        follower.sets().digests().map(|(kind, digest)| KindDigest { kind, digest }).collect();
+    // Of several kinds of attention the one that holds most: each has its own blocks of the pool.
+    let most = digests.iter().map(|one| one.digest.count).max().unwrap_or(0);
+    let gpus = pace.measured.map(|measured| measured.gpus.clone());
+    let health = score(&Vitals {
+        draining: pace.draining,
+        asleep: pace.asleep,
+        stalled_ms: pace.stalled_ms,
+        kv_use: counts.kv_use,
+        warmth: (facts.known && facts.total_blocks > 0).then(|| most as f32 / facts.total_blocks as f32),
+        gpus: gpus.as_ref(),
+    });
+    let adapters = follower.adapters();
     State {
         engine: identity.engine.clone(),
         dp_size: facts.dp_size,
@@ -70,7 +91,7 @@ pub fn state(
         check: identity.check,
         rule: facts.rule(),
         groups: facts.groups.clone(),
-        digests: follower.sets().digests().map(|(kind, digest)| KindDigest { kind, digest }).collect(),
+        digests,
         running: counts.running,
         waiting: counts.waiting,
         backlog_tokens: counts.backlog_tokens,
@@ -78,19 +99,19 @@ pub fn state(
         max_num_seqs: facts.max_num_seqs,
         total_blocks: u64::from(facts.total_blocks),
         unnamed: follower.unnamed(),
-        adapters,
-        adapters_running: Vec::new(),
-        adapters_waiting,
-        adapters_cached: Vec::new(),
+        adapters: adapters.loaded.clone(),
+        adapters_running: adapters.running.clone(),
+        adapters_waiting: adapters.waiting.clone(),
+        adapters_cached: adapters.cached.clone(),
         max_adapters: facts.max_adapters,
         steps: pace.steps,
         stalled_ms: pace.stalled_ms,
-        gpu_utilization: None,
-        gpus: None,
-        health: 1.0,
-        ailments: Vec::new(),
-        draining: false,
-        asleep: false,
+        gpu_utilization: pace.measured.and_then(|measured| measured.utilization),
+        gpus,
+        health: health.score,
+        ailments: health.ailments.into_iter().map(str::to_string).collect(),
+        draining: pace.draining,
+        asleep: pace.asleep,
         agent: env!("CARGO_PKG_VERSION").to_string(),
         engine_version: facts.engine_version.clone(),
         bundle: bundle.to_string(),

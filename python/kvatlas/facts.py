@@ -42,6 +42,8 @@ def describe(scheduler: Any) -> dict[str, Any]:
         "dp_size": getattr(parallel, "data_parallel_size", 1),
         "max_num_seqs": getattr(getattr(config, "scheduler_config", None), "max_num_seqs", 0),
         "max_adapters": getattr(lora, "max_loras", 0) or 0,
+        "max_cached_adapters": getattr(lora, "max_cpu_loras", 0) or 0,
+        "gpus": gpus(parallel),
         "engine_version": getattr(vllm, "__version__", ""),
         "doubt": doubt,
         "http": reach.http(parallel),
@@ -51,6 +53,28 @@ def describe(scheduler: Any) -> dict[str, Any]:
     elif rules is not None and (rules["ahead"] or any(spec["eagle"] for spec in rules["specs"])):
         told["doubt"] = "speculative decoding drops the last block of a hit"
     return told
+
+
+def gpus(parallel: Any) -> tuple[int, int, list[int] | None]:
+    """Which of the visible GPUs this engine's workers take, as they do it (``Worker.init_device``): the engine's place
+    among the data-parallel ones of this host, GPUs of each on this host, and vLLM's own list of NVML's numbers where it
+    has one. (0, 0, None): all visible ones, where a launcher of its own (Ray, ...) hands them out."""
+    elsewhere = (
+        getattr(parallel, "distributed_executor_backend", None) in ("ray", "external_launcher")
+        or getattr(parallel, "data_parallel_backend", None) == "ray"
+    )
+    ids = getattr(parallel, "assigned_physical_gpu_ids", None)
+    if parallel is None or (elsewhere and ids is None):
+        return 0, 0, None
+    # A world across several hosts has only a part of itself here.
+    world = getattr(parallel, "local_world_size", None) or getattr(parallel, "world_size", 0)
+    place = getattr(parallel, "data_parallel_rank_local", None)
+    if place is None:
+        place = getattr(parallel, "data_parallel_index", None)
+    if place is None:
+        place = getattr(parallel, "data_parallel_rank", 0)
+    alone = getattr(parallel, "nnodes_within_dp", 1) == 1
+    return (int(place) if alone else 0), int(world), [int(one) for one in ids] if ids is not None else None
 
 
 def served_names(model_config: Any) -> list[str]:

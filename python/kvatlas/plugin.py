@@ -279,6 +279,9 @@ def _arrived(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
         request = _argument(args, kwargs, 0, "request")
         if scheduler.requests.get(request.request_id) is request:  # else: the next piece of a streamed input
             agent.arrived(request)
+            lora = getattr(request, "lora_request", None)
+            if lora is not None:
+                _adapter_named(scheduler, lora)
 
 
 def _replaced(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
@@ -449,15 +452,50 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
 _CORE = ("sleep", "wake_up", "pause_scheduler", "resume_scheduler", "release_kv_cache_memory")
 
 
+def _adapter_named(scheduler: Any, lora: Any) -> None:
+    """Later the adapter may be spoken of by its number alone."""
+    names = scheduler.__dict__.setdefault("_kvatlas_adapters", {})
+    if lora.lora_int_id in names or len(names) < _MOST_ADAPTERS:
+        names[lora.lora_int_id] = lora.lora_name
+
+
+def _adapter_added(core: Any, result: Any, args: Any, kwargs: Any) -> None:
+    agent = _agent(core.scheduler)
+    if agent is not None:
+        lora = _argument(args, kwargs, 0, "lora_request")
+        _adapter_named(core.scheduler, lora)
+        agent.adapter_added(lora.lora_name, bool(getattr(lora, "load_inplace", False)))
+
+
+def _adapter_removed(core: Any, result: Any, args: Any, kwargs: Any) -> None:
+    agent = _agent(core.scheduler)
+    name = getattr(core.scheduler, "_kvatlas_adapters", {}).pop(_argument(args, kwargs, 0, "lora_id"), None)
+    if agent is not None and name is not None:
+        agent.adapter_removed(name)
+
+
+def _adapter_pinned(core: Any, result: Any, args: Any, kwargs: Any) -> None:
+    agent = _agent(core.scheduler)
+    name = getattr(core.scheduler, "_kvatlas_adapters", {}).get(_argument(args, kwargs, 0, "lora_id"))
+    if agent is not None and name is not None:
+        agent.adapter_pinned(name)
+
+
+# What is done with adapters outside of a step, by their names or numbers.
+_LORA = {"add_lora": _adapter_added, "remove_lora": _adapter_removed, "pin_lora": _adapter_pinned}
+# Names kept by number: operators load few.
+_MOST_ADAPTERS = 4096
+
+
 def _wrap_core() -> None:
-    """Sleep, wake-up and pause. A scheduler is made by an engine core, whose module is there then; it is not loaded
+    """Sleep, wake-up and pause, and adapters. A scheduler is made by an engine core, whose module is there then; it is not loaded
     elsewhere."""
     module = sys.modules.get("vllm.v1.engine.core")
     for cls in [one for one in vars(module).values() if isinstance(one, type)] if module else []:
         if any(base.__name__ == "EngineCore" for base in cls.__mro__):
-            for name in _CORE:
+            for name, hook in [*dict.fromkeys(_CORE, _rested).items(), *_LORA.items()]:
                 if callable(vars(cls).get(name)):
-                    _wrap(cls, name, _rested)
+                    _wrap(cls, name, hook)
 
 
 def _rested(core: Any, result: Any, args: Any, kwargs: Any) -> None:

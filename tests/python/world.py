@@ -48,7 +48,14 @@ def model_directory(place: pathlib.Path) -> str:
     return str(place)
 
 
-def scheduler(model: str, blocks: int, asynchronous: bool = False, max_num_seqs: int = 8, budget: int = 256) -> Scheduler:
+def scheduler(
+    model: str,
+    blocks: int,
+    asynchronous: bool = False,
+    max_num_seqs: int = 8,
+    budget: int = 256,
+    lora: Any = None,
+) -> Scheduler:
     """A scheduler with a pool of so many blocks."""
     scheduling = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -66,6 +73,7 @@ def scheduler(model: str, blocks: int, asynchronous: bool = False, max_num_seqs:
         ),
         cache_config=cache,
         scheduler_config=scheduling,
+        lora_config=lora,
     )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
@@ -90,6 +98,7 @@ class Adapter:
     lora_name: str
     lora_int_id: int
     lora_path: str = "x"
+    load_inplace: bool = False
 
     @property
     def name(self) -> str:

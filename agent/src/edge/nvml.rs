@@ -14,8 +14,6 @@ use std::time::Duration;
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout};
 
-/// Where the dynamic linker finds NVML, on every host that has a driver.
-pub const LIBRARY: &str = "libnvidia-ml.so.1";
 /// Between readings: GPUs themselves measure their use about that often.
 const PACE: Duration = Duration::from_secs(1);
 /// A reading that takes longer is a hang.

@@ -1,6 +1,7 @@
 //! NVML against a library of the same name that is compiled here.
 
 use super::*;
+use crate::gpus::NVML;
 use proto::event::Gpus;
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -15,7 +16,7 @@ impl Fake {
         let folder = std::env::temp_dir().join(format!("kvatlas-nvml-{}-{mode}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/edge/nvml_fake.c");
-        let library = folder.join(LIBRARY);
+        let library = folder.join(NVML);
         let done = Command::new("cc")
             .args(["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", &format!("-DMODE={mode}"), "-o"])
             .arg(&library)
