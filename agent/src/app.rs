@@ -35,7 +35,7 @@ use tokio::sync::watch;
 /// let prompt: Vec<u32> = (0..40).collect();
 /// let engine = &mut agent.engine;
 /// let request = Request { id: "r1", tokens: &prompt[..], prompt_tokens: 40, adapter: "", adapter_path: "", salt: "" };
-/// engine.arrived(&request, vec![], false);
+/// engine.arrived(&request, vec![], usize::MAX);
 /// engine.looked_up("r1", &prompt[..], 40, 0, false);
 /// engine.evicted([1, 2, 3].into_iter()); // handed out: they hold nothing any more
 /// engine.cached("r1", &prompt[..], 0, 0, &[Some(1), Some(2)]);

@@ -102,9 +102,9 @@ impl Engine {
         self.requests.get(id).is_some()
     }
 
-    /// A request entered the scheduler. Names the blocks of its prompt.
-    pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameless: bool) {
-        let number = self.follow(request, items, nameless);
+    /// A request entered the scheduler. Names the blocks of its prompt; only its first `nameable` tokens can be named.
+    pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) {
+        let number = self.follow(request, items, nameable);
         if !self.pen.arrived(number, request.id, request.adapter) {
             self.gauges.fault();
         }
@@ -112,7 +112,7 @@ impl Engine {
     }
 
     /// As [`Engine::arrived`], for a request that is live already: nothing is told of its arrival.
-    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameless: bool) -> u64 {
+    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) -> u64 {
         let number = self.requests.number();
         let root = root(Namespace { model: &self.model, adapter: request.adapter, salt: request.salt }, self.seed);
         let adapter = self.requests.adapter(request.adapter);
@@ -123,7 +123,7 @@ impl Engine {
         }
         let prompt_tokens = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
         let mut live = Live::new(number, root, adapter.unwrap_or(0), prompt_tokens, items);
-        live.nameless = nameless || adapter.is_none();
+        live.nameable = if adapter.is_none() { 0 } else { nameable };
         live.names(self.grain.names(request.prompt_tokens), self.grain, request.tokens);
         self.forget(request.id);
         let adapted = usize::from(live.adapter != 0);
@@ -190,7 +190,7 @@ impl Engine {
         let owes = self.slots.owes();
         let Some((live, _)) = self.requests.get(id) else { return };
         live.delivered = u32::try_from(delivered).unwrap_or(u32::MAX);
-        if live.nameless || owes || self.slots.lost() > 0 {
+        if live.nameable == 0 || owes || self.slots.lost() > 0 {
             return;
         }
         let total = if bypassed { 0 } else { total };
@@ -230,7 +230,7 @@ impl Engine {
         let Some(place) = self.plan.place(group) else { return true };
         let (units, group) = (place.units, group as u16);
         let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
-        let nameless = live.nameless;
+        let nameable = live.nameable;
         let names = live.names((first + blocks.len()) * units, self.grain, tokens);
         let name = |block: usize| names.get((block + 1) * units - 1).copied();
         let parent = |start: usize| match start.checked_sub(1).and_then(name) {
@@ -253,7 +253,8 @@ impl Engine {
                 (Some(named), _) => self.run.push(named),
                 (None, block) => {
                     if let Some(block) = block {
-                        self.slots.store_unnamed(&mut self.pen, *block, !nameless);
+                        let lost = (at + 1) * units * self.grain.unit <= nameable;
+                        self.slots.store_unnamed(&mut self.pen, *block, lost);
                     }
                     start = at + 1;
                 }
@@ -283,7 +284,7 @@ impl Engine {
         let Some((live, adapters)) = self.requests.get(id) else { return false };
         let Some(place) = self.plan.place(group) else { return true };
         let units = self.grain.names(end + self.grain.ahead);
-        let (root, number, nameless) = (live.root, live.adapter, live.nameless);
+        let (root, number, nameable) = (live.root, live.adapter, live.nameable);
         let names = live.names(units, self.grain, tokens);
         let name = |units: usize| units.checked_sub(1).and_then(|at| names.get(at)).copied();
         let partial = units % place.units != 0;
@@ -302,7 +303,7 @@ impl Engine {
         }
         let done = match key {
             Some(key) => self.slots.add(pen, block, key, adapter_name(adapters, number)),
-            None => self.slots.store_unnamed(pen, block, !nameless),
+            None => self.slots.store_unnamed(pen, block, end <= nameable),
         };
         if !done {
             self.gauges.fault();

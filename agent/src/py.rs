@@ -154,13 +154,13 @@ impl Agent {
     /// `Scheduler.add_request(request)` returned.
     fn arrived(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, self.paths, |request, items, nameless| agent.engine.arrived(request, items, nameless))
+        described(request, self.paths, |request, items, nameable| agent.engine.arrived(request, items, nameable))
     }
 
     /// The tokens of a live request were replaced.
     fn replaced(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+        described(request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
         Ok(())
     }
 
@@ -171,7 +171,7 @@ impl Agent {
         let id = request.getattr(intern!(py, "request_id"))?;
         let (id, tokens) = (text(&id)?, ids(request)?);
         if !agent.engine.knows(id) {
-            described(request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            described(request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
@@ -218,7 +218,7 @@ impl Agent {
         let tokens = ids(&request)?;
         let tokens = Ids(&tokens);
         if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
-            described(&request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
             if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
                 agent.engine.cached_by_stranger(group, &self.blocks);
             }
@@ -272,7 +272,7 @@ impl Agent {
         let alone = more.get_item(block)?.is_none_or(|keys| keys.is_truthy().is_ok_and(|some| !some));
         let tokens = Ids(&tokens);
         if !agent.engine.cached_partial(id, &tokens, group, block, end, alone) {
-            described(&request, self.paths, |request, items, nameless| agent.engine.follow(request, items, nameless))?;
+            described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
             agent.engine.cached_partial(id, &tokens, group, block, end, alone);
         }
         Ok(())

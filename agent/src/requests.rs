@@ -46,8 +46,9 @@ pub struct Live {
     pub adapter: u32,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
-    /// Its tokens are not what is hashed (prompt embeddings, ...): its blocks have no names.
-    pub nameless: bool,
+    /// Only blocks within so many of its first tokens have names: all of them, or none when its tokens are not what is
+    /// hashed (of prompt embeddings, as many as the engine's own digests are known of).
+    pub nameable: usize,
     /// What the last lookup delivered, in tokens.
     pub delivered: u32,
     /// It was scheduled before.
@@ -82,7 +83,7 @@ impl Live {
             root,
             adapter,
             prompt_tokens,
-            nameless: false,
+            nameable: usize::MAX,
             delivered: 0,
             started: false,
             left: prompt_tokens,
@@ -98,7 +99,7 @@ impl Live {
 
     /// The names of its first `blocks` blocks; shorter when there are not that many tokens, or no names.
     pub fn names(&mut self, blocks: usize, grain: Grain, tokens: &(impl Tokens + ?Sized)) -> &[Fingerprint] {
-        if self.nameless || grain.unit == 0 {
+        if grain.unit == 0 {
             return &[];
         }
         let (unit, whole) = (grain.unit, grain.unit + grain.ahead);
@@ -113,7 +114,7 @@ impl Live {
         self.fingerprints.reserve(blocks.saturating_sub(self.fingerprints.len()).min(1 << 16));
         while self.fingerprints.len() < blocks {
             let start = self.fingerprints.len() * unit;
-            if !tokens.read(start, one) {
+            if start + unit > self.nameable || !tokens.read(start, one) {
                 break;
             }
             let parent = self.fingerprints.last().copied().unwrap_or(self.root);
@@ -183,7 +184,7 @@ impl Requests {
         known.clear();
         known.push_str(path);
         if !first {
-            self.live.values_mut().filter(|live| live.adapter == number).for_each(|live| live.nameless = true);
+            self.live.values_mut().filter(|live| live.adapter == number).for_each(|live| live.nameable = 0);
         }
         !first
     }

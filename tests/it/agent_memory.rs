@@ -147,7 +147,7 @@ fn be_an_engine() -> Result<()> {
                 salt: "",
             };
             let engine = &mut agent.engine;
-            engine.arrived(&request, vec![], false);
+            engine.arrived(&request, vec![], usize::MAX);
             engine.looked_up(&id, &tokens[..], tokens.len(), 0, false);
             engine.evicted(blocks.iter().copied());
             let blocks: Vec<Option<u32>> = blocks.into_iter().map(Some).collect();

@@ -61,7 +61,7 @@ fn compute(agent: &mut Agent, id: &str, tokens: std::ops::Range<u32>, first: u32
     let engine = &mut agent.engine;
     let request =
         Request { id, tokens: &tokens[..], prompt_tokens: tokens.len(), adapter: "", adapter_path: "", salt: "" };
-    engine.arrived(&request, vec![], false);
+    engine.arrived(&request, vec![], usize::MAX);
     engine.looked_up(id, &tokens[..], tokens.len(), 0, false);
     engine.evicted(blocks.iter().flatten().copied());
     engine.cached(id, &tokens[..], 0, 0, &blocks);

@@ -73,7 +73,7 @@ impl World {
         let (adapter, salt) = (*self.dice.pick(&["", "", "x"]), *self.dice.pick(&["", "", "s"]));
         let request =
             Request { id: &id, tokens: &tokens[..], prompt_tokens: tokens.len(), adapter, adapter_path: "", salt };
-        self.engine.arrived(&request, vec![], false);
+        self.engine.arrived(&request, vec![], usize::MAX);
 
         let root = block::root(Namespace { model: "m", adapter, salt }, SEED);
         let names = block::chain(root, BLOCK, &tokens);

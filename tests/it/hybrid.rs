@@ -85,7 +85,7 @@ impl World {
             adapter_path: "",
             salt: "",
         };
-        self.agent.engine.arrived(&request, vec![], false);
+        self.agent.engine.arrived(&request, vec![], usize::MAX);
         for (at, spec) in self.plan.hits.specs.clone().into_iter().enumerate() {
             let units = spec.block as usize / UNIT;
             let of_spec = |group: &u32| self.plan.place(*group).is_some_and(|place| place.spec == at);

@@ -102,7 +102,7 @@ impl SimEngine {
     pub fn arrive(&mut self, id: &str, tokens: &[u32], adapter: &str, salt: &str) {
         self.waiting += 1;
         let request = Request { id, tokens, prompt_tokens: tokens.len(), adapter, adapter_path: "", salt };
-        self.agent.arrived(&request, vec![], false);
+        self.agent.arrived(&request, vec![], usize::MAX);
         self.report();
     }
 

@@ -53,11 +53,35 @@ pub(super) fn ids<'py>(request: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyLis
     Ok(request.getattr(intern!(request.py(), "_all_token_ids"))?.cast_into::<PyList>()?)
 }
 
+/// Prompt embeddings enter the names of blocks by the digests that the engine made of them, a block each (vLLM 0.17.1
+/// and later). Gives how many tokens can be named: up to the first block whose digest is not there yet.
+fn embeddings(request: &Bound<'_, PyAny>, items: &mut Vec<Item>) -> PyResult<usize> {
+    let Some(digests) = optional(request, intern!(request.py(), "_prompt_embeds_per_block_hashes"))? else {
+        return Ok(0);
+    };
+    let mut known: Vec<(usize, usize, Vec<u8>)> = Vec::new();
+    for (range, digest) in digests.cast_into::<PyDict>()? {
+        let (start, end) = range.extract()?;
+        known.push((start, end, digest.cast::<PyBytes>()?.as_bytes().to_vec()));
+    }
+    known.sort_unstable();
+    let mut nameable = 0;
+    for (start, end, digest) in known {
+        if start != nameable || end <= start {
+            break;
+        }
+        let identifier = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        items.push(Item { identifier, start, length: end - start });
+        nameable = end;
+    }
+    Ok(nameable)
+}
+
 /// Calls `with` with the request as the engine's handle wants it; with `paths` an adapter's path is read too.
 pub(super) fn described<R>(
     request: &Bound<'_, PyAny>,
     paths: bool,
-    with: impl FnOnce(&Request<'_, Ids<'_, '_>>, Vec<Item>, bool) -> R,
+    with: impl FnOnce(&Request<'_, Ids<'_, '_>>, Vec<Item>, usize) -> R,
 ) -> PyResult<R> {
     let py = request.py();
     let id = request.getattr(intern!(py, "request_id"))?;
@@ -68,8 +92,11 @@ pub(super) fn described<R>(
     let adapter = of_lora(intern!(py, "lora_name"))?;
     let path = if paths { of_lora(intern!(py, "lora_path"))?.filter(|path| !path.is_none()) } else { None };
     let salt = optional(request, intern!(py, "cache_salt"))?;
-    let nameless = optional(request, intern!(py, "prompt_embeds"))?.is_some();
     let mut items = Vec::new();
+    let mut nameable = usize::MAX;
+    if optional(request, intern!(py, "prompt_embeds"))?.is_some() {
+        nameable = embeddings(request, &mut items)?;
+    }
     let mut strange = false;
     if let Some(features) = optional(request, intern!(py, "mm_features"))? {
         for feature in features.try_iter()? {
@@ -93,7 +120,7 @@ pub(super) fn described<R>(
         adapter_path: path.as_ref().map(text).transpose()?.unwrap_or(""),
         salt: salt.as_ref().map(text).transpose()?.unwrap_or(""),
     };
-    Ok(with(&request, items, nameless || strange))
+    Ok(with(&request, items, if strange { 0 } else { nameable }))
 }
 
 /// An entry of a dict of `facts.py`.
