@@ -47,6 +47,18 @@ impl Address {
         Ok(Address::Tcp { host, port })
     }
 
+    /// Do the ports of `ranks` ranks from here on meet those of another address on the same host? Ports of 0 meet none.
+    pub fn meets(&self, other: &Address, ranks: u32) -> bool {
+        match (self, other) {
+            (Address::Tcp { host: a, port: p }, Address::Tcp { host: b, port: q }) => {
+                let wild = |host: &str| matches!(host, "0.0.0.0" | "::");
+                (a == b || wild(a) || wild(b)) && *p > 0 && *q > 0 && u32::from(p.abs_diff(*q)) < ranks.max(1)
+            }
+            (Address::Ipc(a), Address::Ipc(b)) => a == b,
+            _ => false,
+        }
+    }
+
     /// Reads an address to connect to: `tcp://host:port`, or `host:port` alone.
     ///
     /// # Errors
@@ -107,6 +119,19 @@ impl std::fmt::Display for Address {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn b14_ports_of_all_ranks_must_fit_between_the_two() -> Result<(), BadAddress> {
+        let meets = |a, b, ranks| Ok(Address::parse(a, 0)?.meets(&Address::parse(b, 0)?, ranks));
+        assert!(meets("tcp://*:5757", "tcp://*:5761", 8)?);
+        assert!(meets("tcp://*:5765", "tcp://10.0.0.1:5757", 9)?);
+        assert!(!meets("tcp://*:5757", "tcp://*:5765", 8)?);
+        assert!(meets("tcp://*:5757", "tcp://*:5757", 1)?);
+        assert!(!meets("tcp://*:0", "tcp://*:0", 8)? && !meets("tcp://*:5757", "ipc:///tmp/a", 8)?);
+        assert!(!meets("tcp://10.0.0.1:5757", "tcp://10.0.0.2:5757", 1)?);
+        assert!(meets("ipc:///tmp/a", "ipc:///tmp/a", 1)?);
+        Ok(())
+    }
 
     #[test]
     fn the_rank_is_added() {

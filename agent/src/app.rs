@@ -16,7 +16,7 @@ use crate::feed::Feed;
 use crate::gpus::{Share, Visible};
 use crate::ring;
 use crate::state::Identity;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use proto::id::{EngineId, Epoch};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -73,6 +73,18 @@ impl Agent {
     pub fn start(config: &Config, facts: &Facts) -> Result<Self> {
         let listens = |text: &str| if text.is_empty() { Ok(None) } else { Address::parse(text, facts.rank).map(Some) };
         let (events, control) = (listens(&config.bind)?, listens(&config.control)?);
+        if let (Some(one), Some(other)) = (&events, &control)
+            && one.meets(other, facts.dp_size)
+        {
+            bail!(
+                "KVATLAS_BIND ({}) and KVATLAS_CONTROL ({}) are too near: each of {} ranks adds its number to both; set \
+                 them at least {} ports apart",
+                config.bind,
+                config.control,
+                facts.dp_size,
+                facts.dp_size.max(1)
+            );
+        }
         let mut identity = Identity::new(&config.engine, clock::epoch(), facts, config.model.as_deref(), config.seed);
         identity.address = reached(config.address.as_deref(), config.pod_ip.as_deref(), &facts.http, dial::own_ip());
         let gauges = Arc::new(Gauges::default());

@@ -235,7 +235,7 @@ def _made(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     try:
         told = facts.describe(scheduler)
         agent = Agent.start(**told)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         log.error("kvatlas is off: %s", error)
         return
     if agent is None:
