@@ -91,7 +91,7 @@ fn steps_make_adapters_loaded_in_their_order() {
     for (id, adapter) in [("1", "a"), ("2", "b"), ("3", ""), ("4", "c")] {
         let adapter_path = "";
         let request = Request { id, tokens: &tokens[..], prompt_tokens: 40, adapter, adapter_path, salt: "" };
-        engine.arrived(&request, vec![], false);
+        engine.arrived(&request, vec![], usize::MAX);
     }
     assert_eq!(engine.adapted(), 3);
     let of = |loaded: &str, cached: &str, running: &str, waiting: &str| {
