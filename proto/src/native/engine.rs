@@ -254,7 +254,7 @@ impl NativeEngine {
     fn check(&mut self, event: &Stored) -> bool {
         let size = event.block_size as usize;
         // A partial entry may come first, and says another size than the blocks that will feed the set.
-        if self.block_size.is_some_and(|known| event.block_size > known && event.block_size % known == 0)
+        if self.block_size.is_some_and(|known| event.block_size > known && event.block_size.is_multiple_of(known))
             && self.residency.resident() == 0
             && event.parent.is_none()
         {
