@@ -96,7 +96,7 @@ impl Hits {
 
     /// Why these numbers make no sense; `None` when they do. To be asked of what a peer sends.
     pub fn fault(&self) -> Option<&'static str> {
-        let divides = |part: u32, whole: u32| part > 0 && whole > 0 && whole % part == 0;
+        let divides = |part: u32, whole: u32| part > 0 && whole > 0 && whole.is_multiple_of(part);
         if self.unit == 0 || self.unit > 1 << 16 || self.align > 1 << 24 || !divides(self.unit, self.align) {
             return Some("the unit or the alignment of its hits");
         }
@@ -245,7 +245,7 @@ impl<F: FnMut(usize, usize) -> bool> Search<'_, F> {
         let mut hit = low * block;
         if !self.since([0, 26, 0]) {
             hit -= if drop { block.min(hit) } else { 0 };
-            while self.since([0, 12, 0]) && block != align && hit % align != 0 {
+            while self.since([0, 12, 0]) && block != align && !hit.is_multiple_of(align) {
                 hit -= block;
             }
             return hit;
@@ -281,7 +281,7 @@ impl<F: FnMut(usize, usize) -> bool> Search<'_, F> {
             if run == 0 && self.since([0, 12, 0]) && block != align {
                 // A run's right edge must be a place where a hit may end.
                 let edge = if drop && self.since([0, 20, 0]) { at } else { at + 1 };
-                if edge * block % align != 0 {
+                if !(edge * block).is_multiple_of(align) {
                     continue;
                 }
             }
@@ -321,7 +321,7 @@ impl<F: FnMut(usize, usize) -> bool> Search<'_, F> {
         let step = if fine { align } else { block };
         let mut end = floor(if fine { limit.min(self.named) } else { limit }, step);
         while end > 0 {
-            let may_end = fine || !self.since([0, 12, 0]) || block == align || end % align == 0;
+            let may_end = fine || !self.since([0, 12, 0]) || block == align || end.is_multiple_of(align);
             if may_end && self.has(spec.set, end) {
                 return end;
             }

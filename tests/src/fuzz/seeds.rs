@@ -267,7 +267,7 @@ fn store_op(kind: SetKind, fingerprints: Vec<u64>) -> Op {
 
 fn deeds() -> Vec<(&'static str, Vec<u8>)> {
     // Every block follows the one before it.
-    let before = |at: u8| if (at - 1) % 8 == 0 { 2 * at - 1 } else { at - 1 };
+    let before = |at: u8| if (at - 1).is_multiple_of(8) { 2 * at - 1 } else { at - 1 };
     let chain: Vec<u8> = (0..32u8).map(|at| if at == 0 { 0 } else { before(at) }).collect();
     let star = vec![8u8; 32];
     let with = |parents: &[u8], deeds: &[[u8; 2]]| [parents, deeds.as_flattened()].concat();

@@ -187,6 +187,9 @@ fn an_engine_that_works_and_says_nothing_is_named() {
     assert_eq!(reason(&link, &core), (EngineState::InStep, String::new()));
 }
 
+/// Seq, time, events.
+type Message = (u64, f64, Vec<Event>);
+
 /// An engine with a ring, seen through a bad network.
 struct World {
     state: u64,
@@ -194,12 +197,12 @@ struct World {
     stored: Vec<(Option<u64>, u64)>,
     seq: u64,
     clock: f64,
-    ring: VecDeque<(u64, f64, Vec<Event>)>,
+    ring: VecDeque<Message>,
     ring_size: usize,
     connected: bool,
     /// Sent, and not yet received.
-    live: VecDeque<(u64, f64, Vec<Event>)>,
-    replay: Option<(u64, VecDeque<(u64, f64, Vec<Event>)>, bool)>,
+    live: VecDeque<Message>,
+    replay: Option<(u64, VecDeque<Message>, bool)>,
     now_ms: u64,
 }
 
