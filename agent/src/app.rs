@@ -21,7 +21,7 @@ use proto::id::{EngineId, Epoch};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -61,6 +61,7 @@ pub struct Publisher {
     gauges: Arc<Gauges>,
     later: Arc<Later>,
     stop: Arc<AtomicBool>,
+    hold: Arc<AtomicU64>,
     waker: Arc<Waker>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -93,16 +94,16 @@ impl Agent {
         let waker = Arc::new(waker);
         let feed = Feed::new(identity.clone(), facts.clone(), reader, gauges.clone(), config.heartbeat_ms);
         let later = Arc::new(Later::default());
-        let stop = Arc::new(AtomicBool::new(false));
+        let (stop, hold) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (events, control) = (events.map(Socket::bind), control.map(Socket::bind));
         let place = |socket: &Option<Socket>| socket.as_ref().map(|socket| socket.address.to_string());
         let (events_at, control_at) = (place(&events).unwrap_or_default(), place(&control).unwrap_or_default());
         let sockets = Sockets { events, control, indexes: config.indexes.clone(), secret: config.secret.clone() };
         let body = {
-            let (stop, later) = (stop.clone(), later.clone());
+            let (stop, hold, later) = (stop.clone(), hold.clone(), later.clone());
             let gpus = (config.nvml.clone(), config.visible.clone(), facts.share.clone());
             move || {
-                if let Err(error) = run(feed, gpus, sockets, bell, later, stop) {
+                if let Err(error) = run(feed, gpus, sockets, bell, later, stop, hold) {
                     tracing::error!(%error, "the kvatlas agent stopped; the engine goes on without it");
                 }
             }
@@ -123,6 +124,7 @@ impl Agent {
             gauges,
             later,
             stop,
+            hold,
             waker,
             thread: Some(thread),
         };
@@ -155,6 +157,12 @@ impl Publisher {
     /// The last seq that was published.
     pub fn published(&self) -> u64 {
         self.gauges.published.load(Ordering::Relaxed)
+    }
+
+    /// For tests of what holds while the publisher gets no time: its thread sleeps so long, once, the sockets with it.
+    pub fn hold(&self, time: Duration) {
+        self.hold.store(u64::try_from(time.as_millis()).unwrap_or(u64::MAX), Ordering::Release);
+        self.waker.wake();
     }
 
     /// Gives the bundle, once. False when there is one already, or it is too large.
@@ -223,6 +231,7 @@ fn run(
     bell: Bell,
     later: Arc<Later>,
     stop: Arc<AtomicBool>,
+    hold: Arc<AtomicU64>,
 ) -> Result<()> {
     // Blocking threads read the pool for an audit, measure the GPUs and look up the names of indexes, nothing else: one
     // that waits for the engine, a driver or a name server leaves others for the rest.
@@ -260,6 +269,7 @@ fn run(
         }
         let mut report = Report::default();
         while !stop.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(hold.swap(0, Ordering::AcqRel))); // only tests make that more than 0
             let now = clock.now_ms();
             {
                 let mut feed = feed.borrow_mut();

@@ -170,12 +170,12 @@ impl Agent {
         let py = request.py();
         let id = request.getattr(intern!(py, "request_id"))?;
         let (id, tokens) = (text(&id)?, ids(request)?);
-        if !agent.engine.knows(id) {
+        if !agent.engine.knows(&id) {
             described(request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
-        agent.engine.looked_up(id, &tokens, tokens.0.len(), delivered, bypassed);
+        agent.engine.looked_up(&id, &tokens, tokens.0.len(), delivered, bypassed);
         if agent.engine.lost() > 0 && self.publishes {
             let groups = result.get_item(0)?.getattr(intern!(py, "blocks"))?;
             for (group, blocks) in (0..).zip(groups.try_iter()?) {
@@ -185,7 +185,7 @@ impl Agent {
                 }
                 // A hit may end inside its last block: that one keeps its loss.
                 self.blocks.truncate(agent.engine.whole_blocks(group, delivered));
-                agent.engine.hit(id, &tokens, group, &self.blocks);
+                agent.engine.hit(&id, &tokens, group, &self.blocks);
             }
         }
         Ok(())
@@ -217,9 +217,9 @@ impl Agent {
         let id = text(&id)?;
         let tokens = ids(&request)?;
         let tokens = Ids(&tokens);
-        if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
+        if !agent.engine.cached(&id, &tokens, group, first, &self.blocks) {
             described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
-            if !agent.engine.cached(id, &tokens, group, first, &self.blocks) {
+            if !agent.engine.cached(&id, &tokens, group, first, &self.blocks) {
                 agent.engine.cached_by_stranger(group, &self.blocks);
             }
         }
@@ -271,9 +271,9 @@ impl Agent {
         let more = pool.getattr(intern!(py, "cached_block_hashes_by_block"))?.cast_into::<PyDict>()?;
         let alone = more.get_item(block)?.is_none_or(|keys| keys.is_truthy().is_ok_and(|some| !some));
         let tokens = Ids(&tokens);
-        if !agent.engine.cached_partial(id, &tokens, group, block, end, alone) {
+        if !agent.engine.cached_partial(&id, &tokens, group, block, end, alone) {
             described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
-            agent.engine.cached_partial(id, &tokens, group, block, end, alone);
+            agent.engine.cached_partial(&id, &tokens, group, block, end, alone);
         }
         Ok(())
     }
@@ -319,7 +319,7 @@ impl Agent {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = output.py();
         for new in output.getattr(intern!(py, "scheduled_new_reqs"))?.try_iter()? {
-            agent.engine.started(text(&new?.getattr(intern!(py, "req_id"))?)?);
+            agent.engine.started(&text(&new?.getattr(intern!(py, "req_id"))?)?);
         }
         let (prefilling, adapted) = (agent.engine.prefilling() > 0, agent.engine.adapted() > 0);
         if prefilling || adapted {
@@ -327,10 +327,10 @@ impl Agent {
             for (id, count) in tokens {
                 let id = text(&id)?;
                 if prefilling {
-                    agent.engine.progressed(id, count.extract()?);
+                    agent.engine.progressed(&id, count.extract()?);
                 }
                 if adapted {
-                    agent.engine.runs(id);
+                    agent.engine.runs(&id);
                 }
             }
             if adapted {
@@ -417,6 +417,15 @@ impl Agent {
                 }
             }
             agent.engine.lose(self.blocks.iter().flatten().copied());
+        }
+        Ok(())
+    }
+
+    /// For tests: the publisher's thread sleeps for so many seconds, as on a machine that gives it no time.
+    fn _hold(&self, seconds: f64) -> PyResult<()> {
+        let time = std::time::Duration::try_from_secs_f64(seconds).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        if let Some(agent) = &self.running {
+            agent.publisher.hold(time);
         }
         Ok(())
     }

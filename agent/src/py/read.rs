@@ -9,6 +9,7 @@ use proto::native::dialect::Medium;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
 /// Token ids as the engine keeps them: a list of ints.
@@ -29,8 +30,9 @@ impl Tokens for Ids<'_, '_> {
     }
 }
 
-pub(super) fn text<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
-    value.cast::<PyString>()?.to_str()
+/// A text. The stable interface of Python 3.9 lends none, so it is one small copy there.
+pub(super) fn text(value: &Bound<'_, PyAny>) -> PyResult<PyBackedStr> {
+    Ok(value.extract()?)
 }
 
 pub(super) fn optional<'py>(
@@ -112,13 +114,16 @@ pub(super) fn described<R>(
             }
         }
     }
+    let id = text(&id)?;
+    let told = |value: &Option<Bound<'_, PyAny>>| value.as_ref().map(text).transpose();
+    let (adapter, path, salt) = (told(&adapter)?, told(&path)?, told(&salt)?);
     let request = Request {
-        id: text(&id)?,
+        id: &id,
         tokens: &Ids(&tokens),
         prompt_tokens,
-        adapter: adapter.as_ref().map(text).transpose()?.unwrap_or(""),
-        adapter_path: path.as_ref().map(text).transpose()?.unwrap_or(""),
-        salt: salt.as_ref().map(text).transpose()?.unwrap_or(""),
+        adapter: adapter.as_deref().unwrap_or(""),
+        adapter_path: path.as_deref().unwrap_or(""),
+        salt: salt.as_deref().unwrap_or(""),
     };
     Ok(with(&request, items, if strange { 0 } else { nameable }))
 }
