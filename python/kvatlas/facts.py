@@ -48,7 +48,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
         "doubt": doubt,
         "http": reach.http(parallel),
     }
-    if "rules" in str(Agent.start.__text_signature__):
+    if "rules" in str(getattr(Agent.start, "__text_signature__", "")):
         told["rules"] = rules
     elif rules is not None and (rules["ahead"] or any(spec["eagle"] for spec in rules["specs"])):
         told["doubt"] = "speculative decoding drops the last block of a hit"
@@ -90,7 +90,7 @@ def served_names(model_config: Any) -> list[str]:
 def block_size(scheduler: Any) -> int:
     """Tokens a block of the first group, as the pool counts them (already scaled by context parallelism)."""
     managers = getattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", None)
-    return managers[0].block_size if managers else scheduler.block_size
+    return int(managers[0].block_size if managers else scheduler.block_size)
 
 
 def groups(scheduler: Any) -> list[tuple[str, int, int]]:
@@ -287,7 +287,7 @@ def version(scheduler: Any, said: str | None = None) -> tuple[tuple[int, int, in
 
         said = str(getattr(vllm, "__version__", ""))
     release = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+)?(?:\+.*)?", said)
-    parsed = tuple(int(part or 0) for part in release.groups()) if release else None
+    parsed = (int(release[1]), int(release[2]), int(release[3] or 0)) if release else None
     if parsed is not None and parsed[:2] > NEWEST[:2]:
         return NEWEST, f"vLLM {said} is newer than this kvatlas: its hits are taken to end as those of {_dots(NEWEST)}"
     marks = _marks(scheduler)

@@ -376,7 +376,7 @@ def _looked_up(manager: Any, result: Any, args: Any, kwargs: Any) -> None:
         agent.looked_up(request, result, facts.bypassed(manager, request))
 
 
-_NOBODY = object()
+_NOBODY: Any = object()
 
 
 # --- the block pool ---------------------------------------------------------------------------------------------------

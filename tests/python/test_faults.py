@@ -1,8 +1,17 @@
 """What goes wrong in the agent stays in the agent."""
 
+import contextlib
 import os
+import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from vllm.plugins import load_general_plugins
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 from world import Engine, Reader, cached_keys, request, scheduler
 
 
@@ -105,3 +114,177 @@ def test_requests_without_sense_are_refused(model):
     assert far["payloads"] == []
     reader.close()
     engine.scheduler._kvatlas.stop()
+
+
+# --- a fault in every hook ---------------------------------------------------------------------------------------------
+
+FAULTS = 10  # of one hook; after 20 in hooks of the pool the plugin gives the agent up
+
+
+def wrappers() -> dict[str, Any]:
+    """Everything of vLLM's that the plugin has wrapped."""
+    load_general_plugins()
+    found = {}
+    for cls in (Scheduler, KVCacheManager, BlockPool):
+        for name, method in vars(cls).items():
+            if getattr(method, "_kvatlas", False) and "hook" in method.__code__.co_freevars:
+                found[f"{cls.__name__}.{name}"] = method
+    return found
+
+
+def cell(wrapper: Any, name: str) -> Any:
+    """A variable of the function that made the wrapper."""
+    return wrapper.__closure__[wrapper.__code__.co_freevars.index(name)]
+
+
+@contextlib.contextmanager
+def replaced(wrapper: Any, **cells: Any) -> Iterator[None]:
+    before = {name: cell(wrapper, name).cell_contents for name in cells}
+    try:
+        for name, value in cells.items():
+            cell(wrapper, name).cell_contents = value
+        yield
+    finally:
+        for name, value in before.items():
+            cell(wrapper, name).cell_contents = value
+
+
+class Traced(Engine):
+    """Random work from a seed, and all that the engine answers to it."""
+
+    def __init__(self, model: str, seed: int) -> None:
+        super().__init__(scheduler(model, blocks=90), seed)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.draw = random.Random(seed)
+        self.roots = [[self.draw.randrange(4000) for _ in range(200)] for _ in range(6)]
+        self.made = 0
+        self.trace: list[Any] = []
+        schedule = self.scheduler.schedule
+
+        def scheduled() -> Any:
+            output = schedule()
+            new = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in output.scheduled_new_reqs]
+            old = output.scheduled_cached_reqs
+            counts = dict(output.num_scheduled_tokens)
+            self.trace.append((counts, new, list(old.req_ids), list(old.new_block_ids), sorted(output.finished_req_ids)))
+            return output
+
+        self.scheduler.schedule = scheduled
+
+    def turns(self, count: int) -> None:
+        draw = self.draw
+        for _ in range(count):
+            if len(self.scheduler.requests) < 12 and draw.random() < 0.6:
+                tokens = draw.choice(self.roots)[: draw.randrange(1, 200)]
+                salt, adapter = draw.choice([None, None, "tenant"]), draw.choice(["", "", "lora-x"])
+                self.add(request(f"r{self.made}", tokens, max_tokens=draw.randrange(1, 40), salt=salt, adapter=adapter))
+                self.made += 1
+            if draw.random() < 0.05 and self.scheduler.requests:
+                self.scheduler.finish_requests(draw.choice(list(self.scheduler.requests)), RequestStatus.FINISHED_ABORTED)
+            if draw.random() < 0.04:
+                self.scheduler.reset_prefix_cache(reset_running_requests=draw.random() < 0.5)
+            if draw.random() < 0.1:
+                self.pool.evict_blocks({draw.randrange(1, 90) for _ in range(3)})
+            self.step()
+
+    def end(self) -> tuple[Any, ...]:
+        """All that it answered, and what its pool holds block by block."""
+        held = [block.block_hash for block in self.pool.blocks]
+        return self.trace, held, self.pool.get_num_free_blocks(), self.delivered, sorted(self.scheduler.requests)
+
+    def work(self) -> Iterator[str]:
+        """Before, during and after the faults; then everything is cleared and it goes on."""
+        for part, count in (("before", 60), ("during", 80), ("after", 80)):
+            self.turns(count)
+            yield part
+        while self.scheduler.requests:
+            self.step()
+        assert self.scheduler.reset_prefix_cache()
+        self.turns(40)
+        yield "cleared"
+
+
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """What vLLM does with that work without the plugin: its own methods, unwrapped."""
+    with pytest.MonkeyPatch.context() as patch:
+        for wrapper in wrappers().values():
+            cls = {"Scheduler": Scheduler, "KVCacheManager": KVCacheManager, "BlockPool": BlockPool}
+            owner, name = wrapper.__qualname__.split(".")
+            patch.setattr(cls[owner], name, wrapper.__wrapped__)
+        engine = Traced(model, SEED)
+        assert getattr(engine.scheduler, "_kvatlas", None) is None
+        for _ in engine.work():
+            pass
+        return engine.end()
+
+
+def test_the_plugin_changes_nothing(model, alone):
+    engine = Traced(model, SEED)
+    for _ in engine.work():
+        pass
+    assert engine.end() == alone
+    engine.scheduler._kvatlas.stop()
+
+
+@pytest.mark.parametrize("place", list(wrappers()))
+def test_a_fault_in_every_hook(model, alone, place):
+    wrapper = wrappers()[place]
+    hook = cell(wrapper, "hook").cell_contents
+    calls = faults = 0
+
+    def failing(*args: Any) -> None:
+        # Every other call, so that good ones follow bad ones.
+        nonlocal calls, faults
+        calls += 1
+        if faults < FAULTS and calls % 2:
+            faults += 1
+            raise RuntimeError(f"fault {faults} in the hook of {place}")
+        hook(*args)
+
+    if place == "Scheduler.__init__":
+        with replaced(wrapper, hook=failing):
+            engine = Traced(model, SEED)
+        assert faults == 1 and getattr(engine.scheduler, "_kvatlas", None) is None
+        for _ in engine.work():
+            pass
+        assert engine.end() == alone
+        return
+
+    engine = Traced(model, SEED)
+    agent = engine.scheduler._kvatlas
+    reader = Reader(agent)
+
+    def published() -> set[int]:
+        missed = faults if place == "Scheduler.update_from_output" else 0  # steps that were not told
+        reader.read(lambda r: r.state is not None and r.state["steps"] == engine.steps - missed)
+        return engine.names.reachable(cached_keys(engine.pool))
+
+    for part in engine.work():
+        if part == "before":
+            faulty = contextlib.ExitStack()
+            faulty.enter_context(replaced(wrapper, hook=failing))
+        elif part == "during":
+            faulty.close()
+            reached = faults
+        truth = published()
+        assert reader.set <= truth, f"{part}: {len(reader.set - truth)} blocks are published that cannot be hit"
+        if part in ("before", "cleared"):
+            assert (reader.set, reader.state["unnamed"]) == (truth, 0), part
+    assert engine.end() == alone, "the engine's answers are others than without the plugin"
+    if reached:
+        assert reader.state["counters"]["faults"] == reached
+    else:
+        # This work does not call it: a call of its own, on an original that only answers.
+        owner = engine.pool if place.startswith("BlockPool") else engine.scheduler
+        with replaced(wrapper, hook=failing, original=lambda self, *args, **kwargs: (args, kwargs)):
+            assert wrapper(owner, 1, two=2) == ((1,), {"two": 2})
+        assert faults == 1
+    started = {life["id"]: life for event, life in reader.lives if event == "started"}
+    for id, life in started.items():
+        assert life["predicted_tokens"] in (None, engine.delivered[id]), f"{id}: {life}"
+    reader.close()
+    agent.stop()
