@@ -1,8 +1,12 @@
 """What goes wrong in the agent stays in the agent."""
 
+import collections
 import contextlib
+import gc
+import itertools
 import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -286,5 +290,71 @@ def test_a_fault_in_every_hook(model, alone, place):
     started = {life["id"]: life for event, life in reader.lives if event == "started"}
     for id, life in started.items():
         assert life["predicted_tokens"] in (None, engine.delivered[id]), f"{id}: {life}"
+    reader.close()
+    agent.stop()
+
+
+# --- the publisher gets no time ----------------------------------------------------------------------------------------
+
+HOLD_SECONDS = float(os.environ.get("KVATLAS_E2E_HOLD", "6"))  # 60 is the promise
+STEPS_A_SECOND = 100
+# What the process may grow by while nothing is published. The agent itself holds its ring (512 KiB at this pool, 4 MiB
+# at most) and its table from the start, so by nothing; the replay ring and one batch, 4 MiB each, may come when it
+# catches up; the rest is this test's: some hundred bytes for each request's id and what was delivered to it.
+GROWTH_BYTES = 16 << 20
+
+
+def resident() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_publisher_that_gets_no_time(model):
+    engine = Engine(scheduler(model, blocks=2000, max_num_seqs=16), 1)
+    agent, pool = engine.scheduler._kvatlas, engine.scheduler.kv_cache_manager.block_pool
+    reader = Reader(agent)
+    reader.lives = collections.deque(maxlen=1)  # they are not looked at, and would be memory
+    draw = random.Random(1)
+    # 3,200 blocks for a pool of 2,000; no full block holds a generated token, so the set of names is finite.
+    roots = [[draw.randrange(4000) for _ in range(640)] for _ in range(80)]
+    made = 0
+
+    def steps(seconds: float) -> tuple[int, float]:
+        """Steps at an engine's pace for so long: how many there were, and how long the slowest took."""
+        nonlocal made
+        count, slowest, begun = 0, 0.0, time.monotonic()
+        while time.monotonic() < begun + seconds:
+            while len(engine.scheduler.requests) < 8:
+                engine.add(request(f"r{made}", draw.choice(roots)[: 16 * draw.randrange(1, 40) + 1], max_tokens=1))
+                made += 1
+            before = time.monotonic()
+            engine.step()
+            slowest = max(slowest, time.monotonic() - before)
+            count += 1
+            time.sleep(max(0, begun + count / STEPS_A_SECOND - time.monotonic()))
+        return count, slowest
+
+    def in_step() -> None:
+        reader.read(lambda r: r.state is not None and r.state["steps"] == engine.steps)
+        assert reader.set == engine.names.reachable(cached_keys(pool))
+        assert (reader.state["unnamed"], reader.state["counters"]["faults"]) == (0, 0)
+
+    usual = steps(3)
+    in_step()
+    told, apply = [], reader.apply
+    reader.apply = lambda seq, batch: (told.append(batch["t"]), apply(seq, batch))
+    memory = resident()
+    agent._hold(HOLD_SECONDS + 0.5)
+    held = steps(HOLD_SECONDS)
+    assert held[1] < HOLD_SECONDS / 2, "a step waited for the publisher"
+    grown = resident() - memory
+    in_step()
+    print(f"steps and slowest, usual {usual}, held {held}; {grown} B more, {resident() - memory} B after catching up")
+    assert grown < GROWTH_BYTES and resident() - memory < GROWTH_BYTES
+    gap = max(after - before for before, after in itertools.pairwise(told))
+    assert gap >= HOLD_SECONDS * 1000, "the publisher was not held"
+    steps(1)
+    in_step()
     reader.close()
     agent.stop()
