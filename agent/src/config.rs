@@ -97,11 +97,12 @@ pub fn from_env() -> Result<Option<Config>, BadConfig> {
 
 fn host_name() -> String {
     let read = |path| std::fs::read_to_string(path).ok().map(|name| name.trim().to_string());
+    let some = |name: &String| !name.trim().is_empty();
     std::env::var("HOSTNAME")
         .ok()
-        .or_else(|| read("/proc/sys/kernel/hostname"))
-        .or_else(|| read("/etc/hostname"))
-        .filter(|name| !name.is_empty())
+        .filter(some)
+        .or_else(|| read("/proc/sys/kernel/hostname").filter(some))
+        .or_else(|| read("/etc/hostname").filter(some))
         .unwrap_or_else(|| "engine".to_string())
 }
 

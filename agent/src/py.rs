@@ -228,7 +228,7 @@ impl Agent {
             let units = agent.engine.units(group);
             let tails: PyResult<Vec<u64>> =
                 (first..end).map(|at| tail(&hashes.get_item((at + 1) * units - 1)?)).collect();
-            agent.engine.hashed(id, group, first, &tails?);
+            agent.engine.hashed(&id, group, first, &tails?);
         }
         Ok(())
     }

@@ -269,10 +269,13 @@ def sockets(settings: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Line]
         if not address:
             lines.append(Line(role, OK, f"nowhere, since the agent dials KVATLAS_INDEX; {variable} would have it listen, too"))
             continue
+        if not address:
+            lines.append(Line(role, OK, "not listened on: the agent dials KVATLAS_INDEX"))
+            continue
         where = f"{address} ({os.environ.get(variable, '').strip() or 'the default'} + rank {settings['rank']})"
         problem = _cannot_listen(address)
         if address.endswith(":0"):
-            if _indexes():
+            if settings["index"]:
                 lines.append(Line(role, OK, f"{where}: a free port is taken at start, and told to the index"))
             else:
                 fix = f"give {variable} a port, or set KVATLAS_INDEX"
@@ -365,6 +368,8 @@ def _port(address: str) -> int:
 
 def agent(settings: dict[str, Any], heard: dict[str, Any] | None) -> Line:
     """What the agent that runs here says of itself."""
+    if not settings["events"]:
+        return Line("agent", OK, "it listens nowhere, so it is asked by the index alone: see /v1/engines there")
     if heard is None:
         return Line("agent", LOOK, "no engine with the agent runs here now", "start the engine, then run the doctor beside it")
     who = "{name}.{rank}".format(**heard["engine"]) if isinstance(heard.get("engine"), dict) else str(heard.get("engine"))
@@ -388,15 +393,18 @@ def agent(settings: dict[str, Any], heard: dict[str, Any] | None) -> Line:
 def hearing(settings: dict[str, Any], heard: dict[str, Any] | None) -> Line:
     """Does an index hear it?"""
     connections = [peer for peer in _connections() if peer[3] == "01"]
-    if _indexes():
-        lost = [error for error in map(_unreachable, _indexes()) if error]
+    if settings["index"]:
+        lost = [error for error in map(_unreachable, settings["index"]) if error]
         if lost:
-            fix = "is it started, and does a network policy let this pod reach it? KVATLAS_INDEX=host:port, several with commas"
+            fix = "is it started, and does a network policy let this pod reach it? KVATLAS_INDEX=tcp://host:port, several with commas"
             return Line("index", BAD, f"KVATLAS_INDEX cannot be reached: {'; '.join(lost)}", fix)
-        dialled = {_port(address) for address in _indexes()} & {port for _, _, port, _, _ in connections}
+        dialled = {_port(address) for address in settings["index"]} & {port for _, _, port, _, _ in connections}
         if heard is not None and not dialled:
             return Line("index", BAD, "KVATLAS_INDEX can be reached, but the engine has no connection to it", "see the agent's lines in the engine's log")
-        return Line("index", OK, f"{', '.join(_indexes())} can be reached" + (", and the engine is connected" if dialled else ""))
+        told = f"{', '.join(settings['index'])} can be reached"
+        if not dialled:
+            return Line("index", LOOK, f"{told}; no engine here is connected now", "start the engine, then run the doctor beside it")
+        return Line("index", OK, f"{told}, and the engine is connected")
     if heard is None:
         return Line("index", LOOK, "KVATLAS_INDEX is not set, and no agent runs here to ask", _entry(settings))
     if settings["events"].startswith("ipc://"):
@@ -422,10 +430,6 @@ def _own_address() -> str:
             return str(chooser.getsockname()[0])
     except OSError:
         return "127.0.0.1"
-
-
-def _indexes() -> list[str]:
-    return [word.strip() for word in os.environ.get("KVATLAS_INDEX", "").split(",") if word.strip()]
 
 
 def _unreachable(index: str) -> str:

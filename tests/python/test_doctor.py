@@ -170,10 +170,12 @@ def test_ports_that_are_taken(image):
 
 def test_an_index_to_dial(image):
     gone = free()
-    seen = image.lines(KVATLAS_INDEX=f"127.0.0.1:{gone}")
+    seen = image.lines(KVATLAS_INDEX=f"tcp://127.0.0.1:{gone}")
     assert seen["bad"] == ["index"] and f"127.0.0.1:{gone}" in seen["index"]["said"] and "KVATLAS_INDEX" in seen["index"]["fix"]
     with listening() as port:
-        assert image.lines(KVATLAS_INDEX=f"127.0.0.1:{port}")["index"]["mark"] == "ok"
+        seen = image.lines(KVATLAS_INDEX=f"tcp://127.0.0.1:{port}", KVATLAS_BIND=None, KVATLAS_CONTROL=None)
+        assert seen["bad"] == [] and "no engine here is connected" in seen["index"]["said"]
+        assert seen["events"]["said"] == seen["control"]["said"] == "not listened on: the agent dials KVATLAS_INDEX"
 
 
 def test_a_plugin_that_vllm_does_not_see(image):
@@ -235,7 +237,7 @@ def test_beside_an_engine(image, model):
     assert image.lines(**mine | {"KVATLAS_ENGINE": "other"})["agent"]["mark"] == "look"
     with listening() as port:
         # An index that can be reached, and that the engine did not dial.
-        seen = image.lines(**mine, KVATLAS_INDEX=f"127.0.0.1:{port}")
+        seen = image.lines(**mine, KVATLAS_INDEX=f"tcp://127.0.0.1:{port}")
         assert seen["bad"] == ["index"] and "no connection" in seen["index"]["said"]
     agent.fault()
     reader.read(lambda r: r.state is not None and r.state["counters"]["faults"] == 1)

@@ -175,7 +175,7 @@ pub(super) fn tail(hash: &Bound<'_, PyAny>) -> PyResult<u64> {
 pub(super) fn reports(event: &Bound<'_, PyAny>, out: &mut Vec<Report>) -> PyResult<()> {
     let py = event.py();
     let class = event.get_type().name()?;
-    let stored = match class.to_str()? {
+    let stored = match &*text(&class)? {
         "BlockStored" => true,
         "BlockRemoved" => false,
         "AllBlocksCleared" => {
@@ -185,7 +185,7 @@ pub(super) fn reports(event: &Bound<'_, PyAny>, out: &mut Vec<Report>) -> PyResu
         _ => return Ok(()), // an event of a later version
     };
     let medium = match optional(event, intern!(py, "medium"))? {
-        Some(medium) => Medium::from_name(text(&medium)?),
+        Some(medium) => Medium::from_name(&text(&medium)?),
         None => Medium::Gpu,
     };
     let medium = match medium {

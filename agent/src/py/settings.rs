@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// The settings of the environment for an engine of this data-parallel rank: `engine` (name and rank), `rank`, `events`
-/// and `control` (addresses with the rank added), `seeded`. Neither seed nor secret is told. `ValueError` when they are
+/// and `control` (addresses with the rank added), `seeded`, `index` (addresses dialled). Neither seed nor secret is told. `ValueError` when they are
 /// bad.
 #[pyfunction]
 pub fn settings(py: Python<'_>, rank: u32) -> PyResult<Bound<'_, PyDict>> {
@@ -24,5 +24,6 @@ pub fn settings(py: Python<'_>, rank: u32) -> PyResult<Bound<'_, PyDict>> {
     out.set_item("events", address(&config.bind)?)?;
     out.set_item("control", address(&config.control)?)?;
     out.set_item("seeded", config.seed != 0)?;
+    out.set_item("index", config.indexes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(out)
 }
