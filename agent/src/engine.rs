@@ -189,7 +189,7 @@ impl Engine {
         self.settle();
         let owes = self.slots.owes();
         let Some((live, _)) = self.requests.get(id) else { return };
-        live.delivered = u32::try_from(delivered).unwrap_or(u32::MAX);
+        live.delivers(delivered);
         if live.nameable == 0 || owes || self.slots.lost() > 0 {
             return;
         }
@@ -199,8 +199,13 @@ impl Engine {
         let names = live.names(blocks, self.grain, tokens);
         if names.len() == blocks {
             let seq = self.gauges.published.load(Ordering::Relaxed);
-            self.pen.looked(number, seq, total as u64, names);
+            live.predicted = self.pen.looked(number, seq, total as u64, names);
         }
+    }
+
+    /// As [`Engine::looked_up`], by rules that are not the engine's own: a KV connector is asked for what is missing.
+    pub fn looked_up_elsewhere(&mut self, id: &str, delivered: usize) {
+        self.requests.get(id).into_iter().for_each(|(live, _)| live.delivers(delivered));
     }
 
     /// Physical blocks of a group got keys of a request that is not followed: they have no names.
@@ -387,11 +392,10 @@ impl Engine {
             return;
         }
         let (number, prompt_tokens, delivered) = (live.number, live.prompt_tokens, live.delivered);
-        if live.left > 0 {
-            self.prefilling += 1;
-        }
+        let predicted = live.predicted;
+        self.prefilling += usize::from(live.left > 0);
         self.progressed(id, delivered);
-        if !self.pen.started(number, id, prompt_tokens, delivered) {
+        if !self.pen.started(number, id, prompt_tokens, delivered, predicted) {
             self.gauges.fault();
         }
     }

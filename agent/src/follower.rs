@@ -162,9 +162,9 @@ impl Follower {
                 }
                 step.lives.push(Life::Arrived { id });
             }
-            Record::Started { request, id, prompt_tokens, cached_tokens } => {
+            Record::Started { request, id, prompt_tokens, cached_tokens, predicted } => {
                 self.adapters.started(request);
-                let (predicted_tokens, seq) = match self.predictions.remove(&request) {
+                let (predicted_tokens, seq) = match self.predictions.remove(&request).filter(|_| predicted) {
                     Some((tokens, seq)) => (Some(tokens), seq),
                     None => (None, 0),
                 };

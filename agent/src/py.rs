@@ -164,8 +164,15 @@ impl Agent {
         Ok(())
     }
 
-    /// `KVCacheManager.get_computed_blocks(request)` returned `result`; `bypassed` says that it did not look.
-    fn looked_up(&mut self, request: &Bound<'_, PyAny>, result: &Bound<'_, PyAny>, bypassed: bool) -> PyResult<()> {
+    /// `KVCacheManager.get_computed_blocks(request)` returned `result`; `bypassed` says that it did not look, `None`
+    /// that it looked by other rules, for a connector.
+    #[pyo3(signature = (request, result, bypassed))]
+    fn looked_up(
+        &mut self,
+        request: &Bound<'_, PyAny>,
+        result: &Bound<'_, PyAny>,
+        bypassed: Option<bool>,
+    ) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = request.py();
         let id = request.getattr(intern!(py, "request_id"))?;
@@ -175,7 +182,10 @@ impl Agent {
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
-        agent.engine.looked_up(&id, &tokens, tokens.0.len(), delivered, bypassed);
+        match bypassed {
+            Some(bypassed) => agent.engine.looked_up(&id, &tokens, tokens.0.len(), delivered, bypassed),
+            None => agent.engine.looked_up_elsewhere(&id, delivered),
+        }
         if agent.engine.lost() > 0 && self.publishes {
             let groups = result.get_item(0)?.getattr(intern!(py, "blocks"))?;
             for (group, blocks) in (0..).zip(groups.try_iter()?) {

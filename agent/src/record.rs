@@ -98,6 +98,8 @@ pub enum Record<'a> {
         prompt_tokens: u32,
         /// Tokens taken from the cache.
         cached_tokens: u32,
+        /// The last [`Record::Looked`] of it is of that lookup.
+        predicted: bool,
     },
     /// A request ended.
     Finished {
@@ -245,9 +247,9 @@ impl Pen {
     }
 
     /// [`Record::Started`].
-    pub fn started(&mut self, request: u64, id: &str, prompt_tokens: u32, cached_tokens: u32) -> bool {
+    pub fn started(&mut self, request: u64, id: &str, prompt_tokens: u32, cached_tokens: u32, predicted: bool) -> bool {
         self.write(STARTED, |out| {
-            out.extend([request, u64::from(prompt_tokens), u64::from(cached_tokens)]);
+            out.extend([request, u64::from(prompt_tokens), u64::from(cached_tokens), u64::from(predicted)]);
             put_text(out, id);
         })
     }
@@ -350,7 +352,8 @@ impl<'a> Record<'a> {
             ARRIVED => Record::Arrived { request: take(w)?, id: take_text(w)?, adapter: take_text(w)? },
             STARTED => {
                 let (request, prompt_tokens, cached_tokens) = (take(w)?, take(w)? as u32, take(w)? as u32);
-                Record::Started { request, prompt_tokens, cached_tokens, id: take_text(w)? }
+                let predicted = take(w)? != 0;
+                Record::Started { request, prompt_tokens, cached_tokens, predicted, id: take_text(w)? }
             }
             FINISHED => Record::Finished { request: take(w)?, id: take_text(w)?, reason: take_text(w)? },
             RAN => {
@@ -383,7 +386,7 @@ mod tests {
         assert!(pen.added(&Key { parent: Link::Block(13), partial: false, ..key }, "", 5));
         assert!(pen.unnamed(&[6]) && pen.evicted(&[3, 4]) && pen.cleared());
         assert!(pen.looked(7, 8, 33, &[11, 12]));
-        assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16));
+        assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16, true));
         assert!(pen.finished(7, &long, "stop"));
         assert!(pen.ran(["a", "long-adapter"].into_iter()) && pen.ran([].into_iter()));
         DOINGS.iter().for_each(|doing| assert!(pen.adapter(*doing, "a")));
@@ -404,7 +407,13 @@ mod tests {
         next(Record::Cleared);
         next(Record::Looked { request: 7, seq: 8, tokens: 33, prompt: &[11, 12] });
         next(Record::Arrived { request: 7, id: "chatcmpl-1".into(), adapter: String::new() });
-        next(Record::Started { request: 7, id: "chatcmpl-1".into(), prompt_tokens: 33, cached_tokens: 16 });
+        next(Record::Started {
+            request: 7,
+            id: "chatcmpl-1".into(),
+            prompt_tokens: 33,
+            cached_tokens: 16,
+            predicted: true,
+        });
         next(Record::Finished { request: 7, id: "é".repeat(512), reason: "stop".into() });
         next(Record::Ran { adapters: vec!["a".into(), "long-adapter".into()] });
         next(Record::Ran { adapters: vec![] });

@@ -51,6 +51,8 @@ pub struct Live {
     pub nameable: usize,
     /// What the last lookup delivered, in tokens.
     pub delivered: u32,
+    /// The last lookup can be predicted.
+    pub predicted: bool,
     /// It was scheduled before.
     pub started: bool,
     /// Prompt tokens that are still to be computed.
@@ -85,11 +87,17 @@ impl Live {
             prompt_tokens,
             nameable: usize::MAX,
             delivered: 0,
+            predicted: false,
             started: false,
             left: prompt_tokens,
             items,
             fingerprints: Vec::new(),
         }
+    }
+
+    /// A lookup delivered so many tokens. What an earlier one was to find is not what this one is to find.
+    pub fn delivers(&mut self, tokens: usize) {
+        (self.delivered, self.predicted) = (u32::try_from(tokens).unwrap_or(u32::MAX), false);
     }
 
     /// The names that were made so far.

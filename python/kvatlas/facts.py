@@ -23,8 +23,6 @@ def describe(scheduler: Any) -> dict[str, Any]:
     """Arguments of ``kvatlas._agent.Agent.start`` for this scheduler."""
     import vllm
 
-    from kvatlas._agent import Agent
-
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     config = scheduler.vllm_config
@@ -32,7 +30,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
     rank = getattr(parallel, "data_parallel_index", None)
     lora = getattr(config, "lora_config", None)
     rules, doubt = how_hits_end(scheduler)
-    told = {
+    return {
         "pool": pool,
         "models": served_names(config.model_config),
         "block_size": block_size(scheduler),
@@ -45,14 +43,10 @@ def describe(scheduler: Any) -> dict[str, Any]:
         "max_cached_adapters": getattr(lora, "max_cpu_loras", 0) or 0,
         "gpus": gpus(parallel),
         "engine_version": getattr(vllm, "__version__", ""),
+        "rules": rules,
         "doubt": doubt,
         "http": reach.http(parallel),
     }
-    if "rules" in str(getattr(Agent.start, "__text_signature__", "")):
-        told["rules"] = rules
-    elif rules is not None and (rules["ahead"] or any(spec["eagle"] for spec in rules["specs"])):
-        told["doubt"] = "speculative decoding drops the last block of a hit"
-    return told
 
 
 def gpus(parallel: Any) -> tuple[int, int, list[int] | None]:

@@ -141,13 +141,14 @@ def _patch() -> None:
         ("Scheduler", "__init__", _made),
         *(("Scheduler", name, _counted(name)) for name in _SCHEDULER),
         ("KVCacheManager", "get_computed_blocks", _looked_up),
+        ("KVCacheManager", "get_computed_blocks_for_connector", _looked_up_for_connector),
         ("BlockPool", "cache_full_blocks", hook_cached),
+        ("BlockPool", "cache_partial_block", _partly_cached),
+        ("BlockPool", "move_block_hashes", _moved),
         ("BlockPool", "get_new_blocks", hook_handed_out),
         ("BlockPool", "evict_blocks", _evicted),
         ("BlockPool", "reset_prefix_cache", _reset),
     ]
-    if hasattr(Agent, "cached_partial"):
-        hooks += [("BlockPool", "cache_partial_block", _partly_cached), ("BlockPool", "move_block_hashes", _moved)]
     for cls, name, hook in hooks:
         if _method(classes[cls], name) is not None:
             _wrap(classes[cls], name, _guarded(classes[cls], name, hook) if cls == "BlockPool" else hook)
@@ -233,8 +234,7 @@ def _made(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     manager = scheduler.kv_cache_manager
     manager._kvatlas = None
     try:
-        told = facts.describe(scheduler)
-        agent = Agent.start(**told)
+        agent = Agent.start(**facts.describe(scheduler))
     except (ValueError, RuntimeError) as error:
         log.error("kvatlas is off: %s", error)
         return
@@ -244,8 +244,6 @@ def _made(scheduler: Any, result: Any, args: Any, kwargs: Any) -> None:
     scheduler._kvatlas = manager._kvatlas = manager.block_pool._kvatlas = agent
     where = [f"publishes on {agent.events}"] * bool(agent.events) + [f"answers on {agent.control}"] * bool(agent.control)
     log.info("kvatlas: engine %s %s", agent.engine, ", ".join(where) or "dials its index")
-    if told["doubt"]:
-        log.warning("kvatlas: no hit is promised for this engine: %s", told["doubt"])
     _, note = facts.version(scheduler)
     if note:
         log.warning("kvatlas: %s", note)
@@ -377,6 +375,14 @@ def _looked_up(manager: Any, result: Any, args: Any, kwargs: Any) -> None:
 
 
 _NOBODY: Any = object()
+
+
+def _looked_up_for_connector(manager: Any, result: Any, args: Any, kwargs: Any) -> None:
+    # It ends in get_computed_blocks, whose hook has run, but for a hit that is deeper than all groups agree on, since a
+    # connector may bring what is missing (0.27.1). If it does not, the scheduler looks again.
+    agent = _agent(manager)
+    if agent is not None and result[3]:
+        agent.looked_up(_argument(args, kwargs, 0, "request"), result, None)
 
 
 # --- the block pool ---------------------------------------------------------------------------------------------------

@@ -234,6 +234,27 @@ fn a_publisher_that_slept_too_long_finds_the_truth_all_the_same() {
 }
 
 #[test]
+fn a_lookup_by_a_connectors_rules_takes_an_earlier_prediction_away() {
+    with_seed(8, |world| {
+        let tokens: Vec<u32> = (90_000..90_040).collect();
+        for (id, elsewhere) in [("here", false), ("elsewhere", true)] {
+            let request =
+                Request { id, tokens: &tokens[..], prompt_tokens: 40, adapter: "", adapter_path: "", salt: "" };
+            world.engine.arrived(&request, vec![], false);
+            world.engine.looked_up(id, &tokens[..], 40, 0, false); // and it did not fit
+            if elsewhere {
+                world.engine.looked_up_elsewhere(id, 32);
+            }
+            world.delivered.insert(id.to_string(), if elsewhere { 32 } else { 0 });
+            world.engine.started(id);
+            world.engine.step_ended();
+            world.check();
+            assert_eq!((world.predicted, world.unpredicted), (1, usize::from(elsewhere)));
+        }
+    });
+}
+
+#[test]
 fn what_a_failed_hook_missed_is_not_published_until_a_request_names_it() {
     with_seed(7, |world| {
         (0..200).for_each(|_| world.step());
