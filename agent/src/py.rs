@@ -104,7 +104,9 @@ impl Agent {
             http: Http { host: http.0, port: http.1, rank_header: http.2 },
         };
         let running = crate::Agent::start(&config, &facts).map_err(|e| PyRuntimeError::new_err(format!("{e:#}")))?;
-        let null_block = match optional(pool, intern!(pool.py(), "null_block"))? {
+        // Up to 0.13 the null block gets keys as any other does, and is hit by them.
+        let skips_null = facts.plan.hits.version >= [0, 14, 0];
+        let null_block = match optional(pool, intern!(pool.py(), "null_block"))?.filter(|_| skips_null) {
             Some(block) => Some(block_id(&block)?),
             None => None,
         };
