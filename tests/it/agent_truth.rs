@@ -240,7 +240,7 @@ fn a_lookup_by_a_connectors_rules_takes_an_earlier_prediction_away() {
         for (id, elsewhere) in [("here", false), ("elsewhere", true)] {
             let request =
                 Request { id, tokens: &tokens[..], prompt_tokens: 40, adapter: "", adapter_path: "", salt: "" };
-            world.engine.arrived(&request, vec![], false);
+            world.engine.arrived(&request, vec![], usize::MAX);
             world.engine.looked_up(id, &tokens[..], 40, 0, false); // and it did not fit
             if elsewhere {
                 world.engine.looked_up_elsewhere(id, 32);
