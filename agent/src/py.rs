@@ -40,7 +40,7 @@ struct Agent {
 impl Agent {
     /// Starts an agent; `None` when the settings turn it off.
     #[staticmethod]
-    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, max_cached_adapters=0, gpus=None, engine_version="", rules=None, doubt=None, http=(None, None, None)))]
+    #[pyo3(signature = (pool, models, block_size, total_blocks, groups, rank=0, dp_size=1, max_num_seqs=0, max_adapters=0, max_cached_adapters=0, gpus=None, engine_version="", rules=None, doubt=None, http=None))]
     #[allow(clippy::too_many_arguments)]
     fn start(
         pool: &Bound<'_, PyAny>,
@@ -57,7 +57,7 @@ impl Agent {
         engine_version: &str,
         rules: Option<&Bound<'_, PyDict>>,
         doubt: Option<&str>,
-        http: (Option<String>, Option<u16>, Option<u32>),
+        http: Option<(Option<String>, Option<u16>, Option<u32>)>,
     ) -> PyResult<Option<Self>> {
         let config = match config::from_env() {
             Ok(Some(config)) => config,
@@ -101,7 +101,7 @@ impl Agent {
             plan,
             groups,
             engine_version: engine_version.to_string(),
-            http: Http { host: http.0, port: http.1, rank_header: http.2 },
+            http: http.map(|(host, port, rank_header)| Http { host, port, rank_header }).unwrap_or_default(),
         };
         let running = crate::Agent::start(&config, &facts).map_err(|e| PyRuntimeError::new_err(format!("{e:#}")))?;
         // Up to 0.13 the null block gets keys as any other does, and is hit by them.

@@ -25,7 +25,7 @@ class Agent:
         engine_version: str = "",
         rules: dict[str, Any] | None = None,
         doubt: str | None = None,
-        http: tuple[str | None, int | None, int | None] = (None, None, None),
+        http: tuple[str | None, int | None, int | None] | None = None,
     ) -> Agent | None:
         """Starts an agent, ``None`` when the settings turn it off; ``ValueError`` when they are bad."""
     @property
