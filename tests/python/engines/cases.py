@@ -30,6 +30,8 @@ def cases() -> list[Case]:
         add("full", full())
         add("window40", window(40))
         for span in (1, 16, 33, 40, 128):
+            if span == 1 and eagle and VERSION < (0, 14):
+                continue  # this engine gives its null block a key: the only block of the window is gone before it is full
             add(f"full+window{span}", full(), window(span))
         add("full+2*window40", full(), window(40), window(40))
         if not eagle:

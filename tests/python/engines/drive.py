@@ -2,9 +2,9 @@
 every step: each published set with what the pool truly holds, and each hit predicted from the published sets, and by
 the agent, with what the engine gives.
 
-    python drive.py [--steps 1000] [--searches 2000] [--seed 1] [--case NAME]
+    python drive.py [--steps 1000] [--searches 2000] [--seed 1] [--case NAME] [--index PROGRAM]
 
-The vLLM is the one on PYTHONPATH. Prints a line for each case; ends with 1 when anything differed.
+The vLLM is the one on PYTHONPATH. With the program of the index it follows the agent too, and is asked the same. Prints a line for each case; ends with 1 when anything differed.
 """
 
 import argparse
@@ -35,15 +35,21 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
+import torch  # noqa: E402
+
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):
+    torch._C._cpu._is_avx512_supported = lambda: False  # vLLM 0.17 asks this of the torch of its time
+
 import kvatlas.plugin as plugin  # noqa: E402
 import msgspec  # noqa: E402
 from kvatlas._agent import find_hit  # noqa: E402
 
 import engine  # noqa: E402
 import truth  # noqa: E402
+from behind import Index  # noqa: E402
 from cases import cases  # noqa: E402
 from engine import VERSION, Case, Engine  # noqa: E402
-from finder import compare_finder  # noqa: E402
+from finder import compare_finder, rule  # noqa: E402
 from reader import KINDS, Reader  # noqa: E402
 
 MOST_LIVE = 10
@@ -57,7 +63,7 @@ class Different(AssertionError):
 class Work:
     """Random work on one engine."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int, index: str) -> None:
         self.rnd = random.Random(f"{seed}-{case.name}-{VERSION}")
         few = self.rnd.choice((30, 40, 55))
         self.engine = Engine(case, blocks=few * len(case.groups) + (40 if self.block(case) < 64 else 10))
@@ -67,10 +73,12 @@ class Work:
         self.names = truth.Names(case)
         self.reader = Reader(self.agent)
         self.case, self.rule = case, self.reader.state["rule"]
+        self.compare_rule()
         self.done: list[tuple[list[int], str | None, str]] = []
         self.delivered: dict[str, int] = {}
         self.counts = dict.fromkeys(("lookups", "hits", "preempted", "resumed", "resets", "refused", "copies", "waited"), 0)
         self.made = 0
+        self.index = Index(index, self.agent, truth.SEED) if index else None
         size = self.engine.block_size * 12
         self.roots = [
             ([self.token() for _ in range(size)], self.pick((None, None, "salt-a", "salt-b")), self.pick(("", "", "", "lora-x", "lora-y")))
@@ -88,6 +96,8 @@ class Work:
         return self.rnd.randrange(5000)
 
     def close(self) -> None:
+        if self.index:
+            self.index.close()
         self.reader.close()
         self.agent.stop()
 
@@ -111,15 +121,20 @@ class Work:
 
     def look_up(self, request: Any, told: bool) -> Any:
         """The engine's lookup. `told`: everything is published, so that what was published can be asked too."""
-        expected = None
+        expected = answered = None
         if told:
             self.settle()
             expected = self.predicted(request)
+            if self.index:
+                self.index.reach(self.reader.next - 1)
+                answered = self.index.cached_tokens(request)
         found = self.manager.get_computed_blocks(request)
         self.counts["lookups"] += 1
         self.counts["hits"] += found[1] > 0
         if told and expected != found[1]:
             raise Different(f"{request.request_id} of {request.num_tokens} tokens: published sets say {expected}, the engine {found[1]}")
+        if answered not in (None, found[1]):
+            raise Different(f"{request.request_id} of {request.num_tokens} tokens: the index says {answered}, the engine {found[1]}")
         return found
 
     def admit(self, request: Any) -> bool:
@@ -216,7 +231,7 @@ class Work:
                 self.finish(request)
         while len(waiting) > 6:
             self.finish(waiting.pop(), "abort")
-        if self.rnd.random() < 0.02 and hasattr(self.pool, "evict_blocks"):
+        if self.rnd.random() < 0.05 and hasattr(self.pool, "evict_blocks"):
             self.pool.evict_blocks({self.rnd.randrange(1, self.pool.num_gpu_blocks) for _ in range(4)})
         if self.rnd.random() < 0.01:
             if self.rnd.random() < 0.4:
@@ -243,6 +258,13 @@ class Work:
             raise Different(f"the agent does not know how hits end: rule {self.rule}")
         return self.rule["sets"]
 
+    def compare_rule(self) -> None:
+        """What is published of how hits end is what decides it in this engine."""
+        own, told = msgspec.msgpack.decode(rule(self.engine)), self.hits()
+        nothing = {"ahead": 0, "fine": False}
+        if nothing | told != own:
+            raise Different(f"the agent says that hits end by {told}, they do by {own}")
+
     def predicted(self, request: Any) -> int | None:
         chain = self.names.chain(request)
         held = [self.reader.sets["gpu"], *(self.reader.sets[f"s{n}"] for n in range(1, 8))]
@@ -262,6 +284,11 @@ class Work:
                 continue  # there is no lower tier here, so it may be left out
             if kind != "any" and told != expected[kind]:
                 raise Different(f"{kind}: {len(told - expected[kind])} too many, {len(expected[kind] - told)} missing of {len(expected[kind])}")
+        if self.index and self.made % 10 == 0:
+            self.index.reach(self.reader.next - 1)
+            for kind in KINDS:
+                if kind != "any" and self.index.members(kind) != expected[kind]:
+                    raise Different(f"{kind}: the index has another set than the pool")
         state = self.reader.state
         if (state["unnamed"], state["counters"]["faults"]) != (0, 0):
             raise Different(f"{state['unnamed']} blocks without a name, {state['counters']['faults']} faults in hooks")
@@ -297,7 +324,7 @@ def blame(error: BaseException) -> str | None:
     return f"{type(error).__name__} in {pathlib.Path(last.filename).name}:{last.lineno}: {str(error)[:80] or last.line}"
 
 
-def run(case: Case, steps: int, searches: int, seed: int) -> tuple[str, bool]:
+def run(case: Case, steps: int, searches: int, seed: int, index: str) -> tuple[str, bool]:
     """One case: a line to print, and whether all was equal."""
     begun = time.monotonic()
     try:
@@ -312,9 +339,9 @@ def run(case: Case, steps: int, searches: int, seed: int) -> tuple[str, bool]:
         return f"DIFFERENT, the search alone: {difference}", False
     if not steps:
         return f"searches {searched} | {time.monotonic() - begun:.1f} s", True
-    work = Work(case, seed)
-    step = 0
+    work, step = None, 0
     try:
+        work = Work(case, seed, index)
         for step in range(1, steps + 1):
             work.step()
             work.settle()
@@ -333,7 +360,8 @@ def run(case: Case, steps: int, searches: int, seed: int) -> tuple[str, bool]:
         text = str(error) if own else traceback.format_exc()
         return f"DIFFERENT at step {step}, seed {seed}: {text}", False
     finally:
-        work.close()
+        if work is not None:
+            work.close()
 
 
 def main() -> int:
@@ -342,6 +370,7 @@ def main() -> int:
     parser.add_argument("--searches", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", default="")
+    parser.add_argument("--index", default="", help="the program kvatlas-index")
     parser.add_argument("--expect", default="", help="the vLLM that must be on the path")
     given = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -355,7 +384,7 @@ def main() -> int:
     for case in cases():
         if given.case and given.case != case.name:
             continue
-        line, good = run(case, given.steps, given.searches, given.seed)
+        line, good = run(case, given.steps, given.searches, given.seed, given.index)
         print(f"{version} {case.name}: {line}", flush=True)
         if not good:
             bad.append(case.name)

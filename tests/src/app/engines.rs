@@ -31,7 +31,7 @@ pub enum Engines {
     Newest,
     /// That and two old ones: what CI runs, in about three minutes.
     Some,
-    /// All, with ten times the steps: about an hour.
+    /// All, with many times the steps: about an hour.
     All,
 }
 
@@ -52,7 +52,7 @@ pub async fn compare(places: &Places, which: Engines) -> Result<()> {
             if *version != NEWEST {
                 command.env("PYTHONPATH", install::sources(places, package, version).await?);
             }
-            let (steps, searches) = if which == Engines::All { ("1000", "5000") } else { ("100", "500") };
+            let (steps, searches) = if which == Engines::All { ("1000", "5000") } else { ("60", "500") };
             command.current_dir(&places.root).args(["-W", "ignore", "tests/python/engines/drive.py"]);
             command.args(["--expect", version, "--steps", steps, "--searches", searches]);
             Process::show(&format!("vLLM {version}"), &mut command)?.finish().await
