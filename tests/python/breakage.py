@@ -468,7 +468,7 @@ class Executor:
         return lambda *args, **kwargs: None
 
 
-def it_sleeps_and_wakes() -> None:
+def c18_it_sleeps_and_wakes() -> None:
     from vllm.v1.engine.core import EngineCore
 
     logged()
@@ -576,7 +576,7 @@ SCENARIOS: list[tuple[Any, ...]] = [
     (no_scheduler_of_vllm,),
     (adapters_and_events,),
     (prompt_logprobs_read_no_cache,),
-    (it_sleeps_and_wakes,),
+    (c18_it_sleeps_and_wakes,),
     (a_manager_takes_keys_by_itself,),
     (every_way_to_change_a_key_is_known,),
 ]

@@ -220,7 +220,7 @@ def test_a_vllm_that_is_missing_or_strange(image):
     assert seen["bad"] == ["vllm"] and "not installed" in seen["vllm"]["said"] and sys.prefix not in seen["vllm"]["fix"]
 
 
-def test_beside_an_engine(image, model):
+def test_p4_beside_an_engine_it_says_whether_an_index_hears_it(image, model):
     engine = Engine(scheduler(model, blocks=100), 1)
     agent = engine.scheduler._kvatlas
     mine = {"KVATLAS_BIND": agent.events, "KVATLAS_CONTROL": agent.control, "KVATLAS_ENGINE": "pytest"}

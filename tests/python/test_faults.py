@@ -310,7 +310,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_publisher_that_gets_no_time(model):
+def test_b10_a_publisher_that_gets_no_time_never_blocks_the_engine(model):
     engine = Engine(scheduler(model, blocks=2000, max_num_seqs=16), 1)
     agent, pool = engine.scheduler._kvatlas, engine.scheduler.kv_cache_manager.block_pool
     reader = Reader(agent)
