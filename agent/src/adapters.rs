@@ -10,8 +10,6 @@
 //! which they are told. What is loaded after the step is the same in every order. Which of two adapters that were last
 //! used by one step goes first is a guess.
 
-use std::collections::{BTreeMap, HashMap};
-
 /// What the engine was told to do with one adapter outside of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
@@ -75,29 +73,15 @@ impl Order {
 pub struct Adapters {
     slots: Order,
     host: Order,
-    // Requests that have one, with it: as many as are live. Then how many requests each has.
-    of_waiting: HashMap<u64, String>,
-    of_running: HashMap<u64, String>,
-    waiting: BTreeMap<String, usize>,
-    running: BTreeMap<String, usize>,
     lists: Lists,
     stale: bool,
 }
 
-fn count(counts: &mut BTreeMap<String, usize>, name: &str) -> bool {
-    match counts.get_mut(name) {
-        Some(count) => {
-            *count += 1;
-            false
-        }
-        None => counts.insert(name.to_string(), 1).is_none(),
-    }
-}
-
-fn discount(counts: &mut BTreeMap<String, usize>, name: &str) -> bool {
-    let Some(count) = counts.get_mut(name) else { return false };
-    *count -= 1;
-    *count == 0 && counts.remove(name).is_some()
+fn sorted(mut names: Vec<String>) -> Vec<String> {
+    names.sort_unstable();
+    names.dedup();
+    names.truncate(proto::event::MAX_LIST);
+    names
 }
 
 impl Adapters {
@@ -107,30 +91,9 @@ impl Adapters {
         Self { slots: order(slots), host: order(host.max(slots)), ..Self::default() }
     }
 
-    /// A request with an adapter entered the scheduler. Others need not be told.
-    pub fn arrived(&mut self, request: u64, adapter: String) {
-        self.finished(request);
-        self.stale |= count(&mut self.waiting, &adapter);
-        self.of_waiting.insert(request, adapter);
-    }
-
-    /// A request was scheduled for the first time.
-    pub fn started(&mut self, request: u64) {
-        if let Some(adapter) = self.of_waiting.remove(&request) {
-            self.stale |= discount(&mut self.waiting, &adapter);
-            self.stale |= count(&mut self.running, &adapter);
-            self.of_running.insert(request, adapter);
-        }
-    }
-
-    /// A request ended.
-    pub fn finished(&mut self, request: u64) {
-        if let Some(adapter) = self.of_waiting.remove(&request) {
-            self.stale |= discount(&mut self.waiting, &adapter);
-        }
-        if let Some(adapter) = self.of_running.remove(&request) {
-            self.stale |= discount(&mut self.running, &adapter);
-        }
+    /// Requests of these adapters run, and of these wait.
+    pub fn used(&mut self, running: Vec<String>, waiting: Vec<String>) {
+        (self.lists.running, self.lists.waiting) = (sorted(running), sorted(waiting));
     }
 
     /// A step ran requests of these adapters. A step of none need not be told, nor one that has those of the step
@@ -170,21 +133,9 @@ impl Adapters {
     /// Makes the lists anew if one of them changed, which is seldom.
     pub fn refresh(&mut self) {
         if std::mem::take(&mut self.stale) {
-            let sorted = |mut names: Vec<String>| {
-                names.sort_unstable();
-                names.truncate(proto::event::MAX_LIST);
-                names
-            };
-            let of = |counts: &BTreeMap<String, usize>| {
-                counts.keys().take(proto::event::MAX_LIST).cloned().collect::<Vec<String>>()
-            };
             let cached = self.host.seats.iter().filter(|seat| self.slots.at(&seat.0).is_none());
-            self.lists = Lists {
-                cached: sorted(cached.map(|seat| seat.0.clone()).collect()),
-                loaded: sorted(self.slots.seats.iter().map(|seat| seat.0.clone()).collect()),
-                running: of(&self.running),
-                waiting: of(&self.waiting),
-            };
+            self.lists.cached = sorted(cached.map(|seat| seat.0.clone()).collect());
+            self.lists.loaded = sorted(self.slots.seats.iter().map(|seat| seat.0.clone()).collect());
         }
     }
 
@@ -284,30 +235,16 @@ mod tests {
     #[test]
     fn lists_are_made_anew_only_when_they_changed() {
         let mut all = Adapters::new(2, 2);
-        all.arrived(1, "b".into());
-        all.arrived(2, "a".into());
-        all.arrived(3, "a".into());
-        assert_eq!(lists(&mut all).waiting, names(&["a", "b"]));
-        all.started(3);
-        assert_eq!(
-            (lists(&mut all).running.clone(), lists(&mut all).waiting.clone()),
-            (names(&["a"]), names(&["a", "b"]))
-        );
-        all.started(2);
-        all.ran(["a"].into_iter());
-        assert_eq!((lists(&mut all).running.clone(), lists(&mut all).waiting.clone()), (names(&["a"]), names(&["b"])));
+        all.ran(["b", "a"].into_iter());
         let before = lists(&mut all).loaded.as_ptr();
         all.ran(["a"].into_iter());
-        all.finished(3);
-        all.arrived(4, "b".into());
-        all.finished(99);
-        assert_eq!(lists(&mut all).loaded.as_ptr(), before, "nothing that a list shows has changed");
-        all.finished(2);
-        all.finished(1);
-        all.finished(4);
+        all.used(names(&["b", "a"]), names(&["b"]));
         let last = lists(&mut all);
-        assert_eq!((&last.running[..], &last.waiting[..], &last.loaded), (&[][..], &[][..], &names(&["a"])));
-        assert!(all.of_running.is_empty() && all.of_waiting.is_empty());
+        assert_eq!(last.loaded.as_ptr(), before, "nothing that it shows has changed");
+        assert_eq!(
+            (&last.running, &last.waiting, &last.loaded),
+            (&names(&["a", "b"]), &names(&["b"]), &names(&["a", "b"]))
+        );
     }
 
     /// vLLM's managers, written down as they are: two ordered maps with pins, as lists of names and sets.

@@ -4,7 +4,7 @@ use crate::address::{Address, reached};
 use crate::answer::Bundle;
 use crate::config::Config;
 use crate::edge::clock::{self, Clock};
-use crate::edge::control::{self, Auditor, Desk, Later};
+use crate::edge::control::{self, Auditor, Desk, Later, Settler};
 use crate::edge::dial;
 use crate::edge::listen::{self, Bound};
 use crate::edge::nvml;
@@ -174,6 +174,11 @@ impl Publisher {
     pub fn set_auditor(&self, auditor: Auditor) -> bool {
         self.later.auditor.set(auditor).is_ok()
     }
+
+    /// Gives the way to be told what is owed, once. Without one, an engine that rests owes until its next step.
+    pub fn set_settler(&self, settler: Settler) -> bool {
+        self.later.settler.set(settler).is_ok()
+    }
 }
 
 impl Drop for Publisher {
@@ -233,8 +238,8 @@ fn run(
     stop: Arc<AtomicBool>,
     hold: Arc<AtomicU64>,
 ) -> Result<()> {
-    // Blocking threads read the pool for an audit, measure the GPUs and look up the names of indexes, nothing else: one
-    // that waits for the engine, a driver or a name server leaves others for the rest.
+    // Blocking threads read the pool for an audit, ask for what is owed, measure the GPUs and look up the names of
+    // indexes, nothing else: one that waits for the engine, a driver or a name server leaves others for the rest.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
     let tasks = tokio::task::LocalSet::new();
     let done = tasks.block_on(&runtime, async {
@@ -268,6 +273,7 @@ fn run(
             tokio::task::spawn_local(nvml::watch(nvml, visible, share, take));
         }
         let mut report = Report::default();
+        let (mut ask_ms, mut asking) = (0, None::<tokio::task::JoinHandle<()>>);
         while !stop.load(Ordering::Acquire) {
             std::thread::sleep(Duration::from_millis(hold.swap(0, Ordering::AcqRel))); // only tests make that more than 0
             let now = clock.now_ms();
@@ -277,6 +283,14 @@ fn run(
                 feed.tidy(now);
                 report.tell(&feed, now);
                 next.send_if_modified(|next| std::mem::replace(next, feed.replay().next()) != feed.replay().next());
+            }
+            // An engine that goes on settles what it owes by itself; one that rests is asked, at most once a heartbeat.
+            let waits = asking.as_ref().is_some_and(|asking| !asking.is_finished());
+            if feed.borrow().owed() && now >= ask_ms && !waits {
+                ask_ms = now + feed.borrow().heartbeat_ms();
+                let later = later.clone();
+                let ask = move || later.settler.get().into_iter().for_each(|settle| settle());
+                asking = Some(tokio::task::spawn_blocking(ask));
             }
             let due = feed.borrow().due_ms().saturating_sub(clock.now_ms()).max(1);
             tokio::select! {

@@ -3,6 +3,7 @@
 mod adapted;
 mod gauges;
 
+use adapted::Using;
 pub use gauges::Gauges;
 
 use crate::facts::{Counts, Facts};
@@ -51,11 +52,7 @@ pub struct Engine {
     // Prompt tokens not computed yet, over all live requests; and how many started ones have some.
     backlog: u64,
     prefilling: usize,
-    // Live requests with an adapter; numbers of the adapters that the last step ran, and that this one runs: as many as
-    // the engine has slots for.
-    adapted: usize,
-    ran: Vec<u32>,
-    running: Vec<u32>,
+    using: Using,
 }
 
 impl std::fmt::Debug for Engine {
@@ -91,9 +88,7 @@ impl Engine {
             run: Vec::with_capacity(CHAIN),
             backlog: 0,
             prefilling: 0,
-            adapted: 0,
-            ran: Vec::new(),
-            running: Vec::new(),
+            using: Using::default(),
         }
     }
 
@@ -104,15 +99,14 @@ impl Engine {
 
     /// A request entered the scheduler. Names the blocks of its prompt; only its first `nameable` tokens can be named.
     pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) {
-        let number = self.follow(request, items, nameable);
-        if !self.pen.arrived(number, request.id, request.adapter) {
-            self.gauges.fault();
-        }
-        (self.wake)();
+        self.follow(request, items, nameable);
+        let told = self.pen.arrived(request.id);
+        self.life(told);
+        self.tell();
     }
 
     /// As [`Engine::arrived`], for a request that is live already: nothing is told of its arrival.
-    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) -> u64 {
+    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) {
         let number = self.requests.number();
         let root = root(Namespace { model: &self.model, adapter: request.adapter, salt: request.salt }, self.seed);
         let adapter = self.requests.adapter(request.adapter);
@@ -126,21 +120,20 @@ impl Engine {
         live.nameable = if adapter.is_none() { 0 } else { nameable };
         live.names(self.grain.names(request.prompt_tokens), self.grain, request.tokens);
         self.forget(request.id);
-        let adapted = usize::from(live.adapter != 0);
+        let adapter = live.adapter;
         if self.requests.insert(request.id, live) {
             self.backlog += u64::from(prompt_tokens);
-            self.adapted += adapted;
+            self.using.waits(adapter);
         } else {
             self.gauges.fault();
         }
-        number
     }
 
     /// The tokens of a live request were changed, not just continued: its names are made anew when they are needed.
     pub fn forget(&mut self, id: &str) -> Option<u64> {
         let live = self.requests.remove(id)?;
         self.backlog -= u64::from(live.left);
-        self.adapted -= usize::from(live.adapter != 0);
+        self.using.leaves(live.adapter, live.started);
         self.prefilling -= usize::from(live.started && live.left > 0);
         Some(live.number)
     }
@@ -153,7 +146,7 @@ impl Engine {
         for block in cached {
             self.slots.store_unnamed(&mut self.pen, block, true);
         }
-        (self.wake)();
+        self.ring();
     }
 
     /// How many blocks hold something that a prompt may hit and that has no name.
@@ -292,7 +285,7 @@ impl Engine {
         let (root, number, nameable) = (live.root, live.adapter, live.nameable);
         let names = live.names(units, self.grain, tokens);
         let name = |units: usize| units.checked_sub(1).and_then(|at| names.get(at)).copied();
-        let partial = units % place.units != 0;
+        let partial = !units.is_multiple_of(place.units);
         // What it follows is the last whole block of the group before it.
         let before = (units.saturating_sub(1)) / place.units * place.units;
         let key = name(units).filter(|_| names.len() == units).map(|fp| Key {
@@ -382,7 +375,7 @@ impl Engine {
     pub fn cleared(&mut self) {
         self.slots.clear(&mut self.pen);
         self.tiers.iter_mut().for_each(Tiers::forgotten);
-        (self.wake)();
+        self.ring();
     }
 
     /// A request was scheduled; the first time, what the last lookup delivered is told.
@@ -393,11 +386,11 @@ impl Engine {
         }
         let (number, prompt_tokens, delivered) = (live.number, live.prompt_tokens, live.delivered);
         let predicted = live.predicted;
+        self.using.starts(live.adapter);
         self.prefilling += usize::from(live.left > 0);
         self.progressed(id, delivered);
-        if !self.pen.started(number, id, prompt_tokens, delivered, predicted) {
-            self.gauges.fault();
-        }
+        let told = self.pen.started(number, id, prompt_tokens, delivered, predicted);
+        self.life(told);
     }
 
     /// How many started requests have prompt tokens left: while there are none, [`Engine::progressed`] need not be
@@ -420,8 +413,10 @@ impl Engine {
     /// A request ended, in whatever way.
     pub fn finished(&mut self, id: &str, reason: &str) {
         let number = self.forget(id).unwrap_or(0);
-        if !self.pen.finished(number, id, reason) {
-            self.gauges.fault();
+        let told = self.pen.finished(number, id, reason);
+        self.life(told);
+        if self.using.owes() {
+            self.tell();
         }
     }
 
@@ -444,12 +439,20 @@ impl Engine {
     /// A part of a step ended after which the publisher should look: requests were scheduled, and the model runs now.
     pub fn tell(&mut self) {
         self.settle();
-        (self.wake)();
+        self.using.settle(&mut self.pen, self.requests.adapters());
+        self.ring();
     }
 
     /// A hook caught an exception.
     pub fn fault(&mut self) {
         self.gauges.fault();
+    }
+
+    /// Wakes the publisher, who sees by the gauge whether something is owed to it.
+    fn ring(&self) {
+        let owes = self.slots.owes() || self.tiers.as_ref().is_some_and(Tiers::owes) || self.using.owes();
+        self.gauges.owes.store(owes, Ordering::Relaxed);
+        (self.wake)();
     }
 
     fn settle(&mut self) {
@@ -460,6 +463,13 @@ impl Engine {
         // A clear that is owed would undo it.
         if let Some(tiers) = self.tiers.as_mut().filter(|tiers| tiers.owes() && !self.slots.owes()) {
             tiers.settle(&mut self.pen, |number| adapter_name(adapters, number));
+        }
+    }
+
+    // A step in a life that found no room is not told later: its time is over. Sets and adapters are.
+    fn life(&self, told: bool) {
+        if !told {
+            self.gauges.untold.fetch_add(1, Ordering::Relaxed);
         }
     }
 }

@@ -81,7 +81,14 @@ impl Feed {
     pub fn counters(&self) -> Counters {
         let (unknown_below, unknown_media) = self.gauges.unknown();
         let faults = self.gauges.faults() + self.counters.faults;
-        Counters { faults, snapshots: self.cuts.made(), unknown_below, unknown_media, ..self.counters }
+        Counters {
+            faults,
+            untold: self.gauges.untold(),
+            snapshots: self.cuts.made(),
+            unknown_below,
+            unknown_media,
+            ..self.counters
+        }
     }
 
     /// `messages` were not handed to a reader that lags.
@@ -98,6 +105,16 @@ impl Feed {
     /// The engine's GPUs were measured, or cannot be any more.
     pub fn measured(&mut self, measured: Option<Measured>) {
         self.measured = measured;
+    }
+
+    /// Had the engine's side no room to tell everything, when it last woke this one?
+    pub fn owed(&self) -> bool {
+        self.gauges.owes()
+    }
+
+    /// From one heartbeat to the next.
+    pub fn heartbeat_ms(&self) -> u64 {
+        self.heartbeat_ms
     }
 
     /// When the next heartbeat is due, on the clock of `now_ms`.

@@ -82,6 +82,7 @@ fn steps_make_adapters_loaded_in_their_order() {
     let mut lists = |engine: &mut Engine, step: &[&str]| {
         step.iter().for_each(|id| engine.runs(id));
         engine.ran();
+        engine.tell();
         now_ms += 100;
         beat(&mut feed, now_ms).map(|s| {
             [s.adapters, s.adapters_cached, s.adapters_running, s.adapters_waiting].map(|names| names.join(" "))
@@ -93,7 +94,7 @@ fn steps_make_adapters_loaded_in_their_order() {
         let request = Request { id, tokens: &tokens[..], prompt_tokens: 40, adapter, adapter_path, salt: "" };
         engine.arrived(&request, vec![], usize::MAX);
     }
-    assert_eq!(engine.adapted(), 3);
+    assert!(engine.adapted());
     let of = |loaded: &str, cached: &str, running: &str, waiting: &str| {
         Some([loaded, cached, running, waiting].map(String::from))
     };
@@ -107,6 +108,47 @@ fn steps_make_adapters_loaded_in_their_order() {
     engine.started("4");
     assert_eq!(lists(&mut engine, &["4"]), of("c", "b", "a b c", ""));
     ["1", "2", "4"].iter().for_each(|id| engine.finished(id, "stop"));
-    assert_eq!(engine.adapted(), 0);
+    assert!(!engine.adapted());
     assert_eq!(lists(&mut engine, &["3"]), of("c", "b", "", ""));
+}
+
+#[test]
+fn b10_what_found_no_room_is_made_good_or_counted() {
+    let (mut engine, mut feed) = pair();
+    let tokens = [1u32; 40];
+    let arrive = |engine: &mut Engine, id: &str, adapter: &str| {
+        let adapter_path = "";
+        let request = Request { id, tokens: &tokens[..], prompt_tokens: 40, adapter, adapter_path, salt: "" };
+        engine.arrived(&request, vec![], usize::MAX);
+        engine.looked_up(id, &tokens[..], 40, 0, false);
+    };
+    arrive(&mut engine, "stays", "a");
+    engine.started("stays");
+    // Nobody reads: each request writes some twenty words, and the ring has 65,536.
+    for at in 0..10_000 {
+        let id = format!("r{at}");
+        arrive(&mut engine, &id, ["", "a", "b"][at % 3]);
+        engine.started(&id);
+        engine.cached(&id, &tokens[..], 0, 0, &[Some(at as u32 % 90), Some(90 + at as u32 % 10)]);
+        engine.runs(&id);
+        engine.ran();
+        engine.evicted([at as u32 % 90].into_iter());
+        engine.finished(&id, "stop");
+        engine.step_ended();
+    }
+    engine.adapter_done(crate::adapters::Doing::Add, "c");
+    arrive(&mut engine, "waits", "b");
+    assert!(feed.owed());
+    beat(&mut feed, 0);
+    engine.tell();
+    assert!(!feed.owed());
+    let state = beat(&mut feed, 1_000).unwrap_or_else(|| panic!("no heartbeat"));
+    assert_eq!((state.adapters_running, state.adapters_waiting), (vec!["a".to_string()], vec!["b".to_string()]));
+    assert_eq!(state.adapters, ["c"], "it was loaded last");
+    assert_eq!((state.counters.faults, state.unnamed), (0, 0));
+    assert!(state.counters.untold > 1_000, "{}", state.counters.untold);
+    engine.finished("waits", "abort");
+    engine.finished("stays", "stop");
+    let state = beat(&mut feed, 2_000).unwrap_or_else(|| panic!("no heartbeat"));
+    assert!(state.adapters_running.is_empty() && state.adapters_waiting.is_empty());
 }

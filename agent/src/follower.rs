@@ -3,6 +3,7 @@
 use crate::adapters::{Adapters, Lists};
 use crate::plan::Plan;
 use crate::record::Record;
+use crate::requests::MAX_LIVE;
 use crate::resident::{Changes, Resident};
 use proto::block::Fingerprint;
 use proto::event::Life;
@@ -54,7 +55,7 @@ pub struct Follower {
     // Roots of adapters: as many as have a copy, and those that lost theirs in this step.
     roots: FingerprintMap<RootName>,
     lost_roots: bool,
-    // Predictions of requests that were looked up and have not started: as many as wait.
+    // Predictions of requests that were looked up and have not started: as many as wait, at most MAX_LIVE.
     predictions: HashMap<u64, (u32, u64)>,
     adapters: Adapters,
     unnamed: u64,
@@ -153,17 +154,15 @@ impl Follower {
             }
             Record::Looked { request, seq, tokens, prompt } => {
                 if let Some(tokens) = self.sets.hit(prompt, tokens as usize) {
+                    // A ring without room for the start and the end of a request leaves its prediction here.
+                    if self.predictions.len() >= MAX_LIVE {
+                        self.predictions.clear();
+                    }
                     self.predictions.insert(request, (u32::try_from(tokens).unwrap_or(u32::MAX), seq));
                 }
             }
-            Record::Arrived { request, id, adapter } => {
-                if !adapter.is_empty() {
-                    self.adapters.arrived(request, adapter);
-                }
-                step.lives.push(Life::Arrived { id });
-            }
+            Record::Arrived { id } => step.lives.push(Life::Arrived { id }),
             Record::Started { request, id, prompt_tokens, cached_tokens, predicted } => {
-                self.adapters.started(request);
                 let (predicted_tokens, seq) = match self.predictions.remove(&request).filter(|_| predicted) {
                     Some((tokens, seq)) => (Some(tokens), seq),
                     None => (None, 0),
@@ -172,9 +171,9 @@ impl Follower {
             }
             Record::Finished { request, id, reason } => {
                 self.predictions.remove(&request);
-                self.adapters.finished(request);
                 step.lives.push(Life::Finished { id, reason });
             }
+            Record::Used { running, waiting } => self.adapters.used(running, waiting),
             Record::Ran { adapters } => self.adapters.ran(adapters.iter().map(String::as_str)),
             Record::Adapter { doing, adapter } => self.adapters.done(doing, &adapter),
         }

@@ -18,11 +18,12 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 mod audit;
 mod hits;
+mod hooks;
 mod read;
+mod settings;
+
 use audit::page;
 use read::{Ids, argument, block_id, described, ids, optional, plan, reports, tail, text};
-
-mod settings;
 
 /// The agent of one scheduler.
 #[pyclass(module = "kvatlas._agent", weakref)]
@@ -114,6 +115,10 @@ impl Agent {
         running
             .publisher
             .set_auditor(Box::new(move |from| Python::try_attach(|py| page(audited.bind(py), from).ok()).flatten()));
+        let settled = pool.clone().unbind();
+        running.publisher.set_settler(Box::new(move || {
+            Python::try_attach(|py| hooks::settle(settled.bind(py)));
+        }));
         let paths = facts.plan.hits.version >= [0, 31, 0];
         Ok(Some(Self {
             running: Some(running),
@@ -203,7 +208,7 @@ impl Agent {
         Ok(())
     }
 
-    /// `BlockPool.cache_full_blocks(**kwargs)` returned; see [`hook_cached`].
+    /// `BlockPool.cache_full_blocks(**kwargs)` returned; see [`hooks::hook_cached`].
     fn cached(&mut self, kwargs: &Bound<'_, PyDict>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = kwargs.py();
@@ -333,7 +338,7 @@ impl Agent {
         for new in output.getattr(intern!(py, "scheduled_new_reqs"))?.try_iter()? {
             agent.engine.started(&text(&new?.getattr(intern!(py, "req_id"))?)?);
         }
-        let (prefilling, adapted) = (agent.engine.prefilling() > 0, agent.engine.adapted() > 0);
+        let (prefilling, adapted) = (agent.engine.prefilling() > 0, agent.engine.adapted());
         if prefilling || adapted {
             let tokens = output.getattr(intern!(py, "num_scheduled_tokens"))?.cast_into::<PyDict>()?;
             for (id, count) in tokens {
@@ -448,49 +453,6 @@ impl Agent {
     }
 }
 
-/// The agent of a pool, if it has one.
-fn agent_of<'py>(pool: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Agent>>> {
-    Ok(optional(pool, intern!(pool.py(), "_kvatlas"))?.map(|agent| agent.cast_into::<Agent>()).transpose()?)
-}
-
-/// The hook of `BlockPool.cache_full_blocks`: native, since it runs for every block.
-#[pyfunction]
-fn hook_cached(
-    pool: &Bound<'_, PyAny>,
-    result: &Bound<'_, PyAny>,
-    args: &Bound<'_, PyTuple>,
-    kwargs: &Bound<'_, PyDict>,
-) -> PyResult<()> {
-    let _ = result;
-    let Some(agent) = agent_of(pool)? else { return Ok(()) };
-    if args.is_empty() {
-        return agent.try_borrow_mut()?.cached(kwargs);
-    }
-    // vLLM names all arguments; somebody's subclass may not.
-    let names =
-        ["request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask"];
-    let all = kwargs.copy()?;
-    for (name, value) in names.into_iter().zip(args) {
-        all.set_item(name, value)?;
-    }
-    agent.try_borrow_mut()?.cached(&all)
-}
-
-/// The hook of `BlockPool.get_new_blocks`: native, since it runs for every block.
-#[pyfunction]
-fn hook_handed_out(
-    pool: &Bound<'_, PyAny>,
-    result: &Bound<'_, PyAny>,
-    args: &Bound<'_, PyTuple>,
-    kwargs: &Bound<'_, PyDict>,
-) -> PyResult<()> {
-    let _ = (args, kwargs);
-    match agent_of(pool)? {
-        Some(agent) => agent.try_borrow_mut()?.handed_out(result.cast::<PyList>()?),
-        None => Ok(()),
-    }
-}
-
 /// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.
 fn log_to_stderr(level: &str) {
     let level = level.parse().unwrap_or(tracing::Level::INFO);
@@ -501,8 +463,8 @@ fn log_to_stderr(level: &str) {
 #[pymodule]
 fn _agent(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Agent>()?;
-    module.add_function(wrap_pyfunction!(hook_cached, module)?)?;
-    module.add_function(wrap_pyfunction!(hook_handed_out, module)?)?;
+    module.add_function(wrap_pyfunction!(hooks::hook_cached, module)?)?;
+    module.add_function(wrap_pyfunction!(hooks::hook_handed_out, module)?)?;
     module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
     module.add_function(wrap_pyfunction!(hits::find_hit, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))

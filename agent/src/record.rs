@@ -81,12 +81,8 @@ pub enum Record<'a> {
     },
     /// A request entered the scheduler.
     Arrived {
-        /// The agent's number of it.
-        request: u64,
         /// The engine's id of it.
         id: String,
-        /// Its adapter.
-        adapter: String,
     },
     /// A request was scheduled for the first time.
     Started {
@@ -109,6 +105,13 @@ pub enum Record<'a> {
         id: String,
         /// As the engine names it.
         reason: String,
+    },
+    /// The adapters that live requests have: all of them, in place of what was told before.
+    Used {
+        /// Of requests that were scheduled.
+        running: Vec<String>,
+        /// Of requests that were not.
+        waiting: Vec<String>,
     },
     /// A step ran requests of adapters, others than the step before it.
     Ran {
@@ -140,6 +143,7 @@ const BELOW_ROOT: u8 = 13;
 const BELOW_BLOCK: u8 = 14;
 const RAN: u8 = 15;
 const ADAPTER: u8 = 16;
+const USED: u8 = 17;
 
 /// Doings by their number in a record.
 const DOINGS: [Doing; 4] = [Doing::Add, Doing::Reload, Doing::Remove, Doing::Pin];
@@ -238,12 +242,8 @@ impl Pen {
     }
 
     /// [`Record::Arrived`].
-    pub fn arrived(&mut self, request: u64, id: &str, adapter: &str) -> bool {
-        self.write(ARRIVED, |out| {
-            out.push(request);
-            put_text(out, id);
-            put_text(out, adapter);
-        })
+    pub fn arrived(&mut self, id: &str) -> bool {
+        self.write(ARRIVED, |out| put_text(out, id))
     }
 
     /// [`Record::Started`].
@@ -260,6 +260,29 @@ impl Pen {
             out.push(request);
             put_text(out, id);
             put_text(out, reason);
+        })
+    }
+
+    /// [`Record::Used`]. Of lists that are too long for any ring, the beginning is told.
+    pub fn used<'a>(&mut self, running: impl Iterator<Item = &'a str>, waiting: impl Iterator<Item = &'a str>) -> bool {
+        let half = self.writer.longest() / 2 - 2;
+        let list = |out: &mut Vec<u64>, names: &mut dyn Iterator<Item = &'a str>| {
+            let (at, mut count) = (out.len(), 0);
+            out.push(0);
+            for name in names {
+                let before = out.len();
+                put_text(out, name);
+                if out.len() - at > half {
+                    out.truncate(before);
+                    break;
+                }
+                count += 1;
+            }
+            out[at] = count;
+        };
+        self.write(USED, |out| {
+            list(out, &mut { running });
+            list(out, &mut { waiting });
         })
     }
 
@@ -349,13 +372,17 @@ impl<'a> Record<'a> {
                 let (request, seq, tokens) = (take(w)?, take(w)?, take(w)?);
                 Record::Looked { request, seq, tokens, prompt: w }
             }
-            ARRIVED => Record::Arrived { request: take(w)?, id: take_text(w)?, adapter: take_text(w)? },
+            ARRIVED => Record::Arrived { id: take_text(w)? },
             STARTED => {
                 let (request, prompt_tokens, cached_tokens) = (take(w)?, take(w)? as u32, take(w)? as u32);
                 let predicted = take(w)? != 0;
                 Record::Started { request, prompt_tokens, cached_tokens, predicted, id: take_text(w)? }
             }
             FINISHED => Record::Finished { request: take(w)?, id: take_text(w)?, reason: take_text(w)? },
+            USED => {
+                let mut list = || (0..take(w)?).map(|_| take_text(w)).collect::<Option<Vec<String>>>();
+                Record::Used { running: list()?, waiting: list()? }
+            }
             RAN => {
                 let mut adapters = Vec::new();
                 while !w.is_empty() {
@@ -386,8 +413,11 @@ mod tests {
         assert!(pen.added(&Key { parent: Link::Block(13), partial: false, ..key }, "", 5));
         assert!(pen.unnamed(&[6]) && pen.evicted(&[3, 4]) && pen.cleared());
         assert!(pen.looked(7, 8, 33, &[11, 12]));
-        assert!(pen.arrived(7, "chatcmpl-1", "") && pen.started(7, "chatcmpl-1", 33, 16, true));
+        assert!(pen.arrived("chatcmpl-1") && pen.started(7, "chatcmpl-1", 33, 16, true));
         assert!(pen.finished(7, &long, "stop"));
+        assert!(pen.used(["a"].into_iter(), ["b", ""].into_iter()));
+        let many = vec![&*long; 4096];
+        assert!(pen.used(many.iter().copied(), many.iter().copied()), "what is too long is cut");
         assert!(pen.ran(["a", "long-adapter"].into_iter()) && pen.ran([].into_iter()));
         DOINGS.iter().for_each(|doing| assert!(pen.adapter(*doing, "a")));
         let mut words = vec![];
@@ -406,7 +436,7 @@ mod tests {
         next(Record::Evicted { blocks: &[3, 4] });
         next(Record::Cleared);
         next(Record::Looked { request: 7, seq: 8, tokens: 33, prompt: &[11, 12] });
-        next(Record::Arrived { request: 7, id: "chatcmpl-1".into(), adapter: String::new() });
+        next(Record::Arrived { id: "chatcmpl-1".into() });
         next(Record::Started {
             request: 7,
             id: "chatcmpl-1".into(),
@@ -415,6 +445,10 @@ mod tests {
             predicted: true,
         });
         next(Record::Finished { request: 7, id: "é".repeat(512), reason: "stop".into() });
+        next(Record::Used { running: vec!["a".into()], waiting: vec!["b".into(), String::new()] });
+        // A text of 1,024 bytes takes 129 words, and 8,190 are for each list.
+        let cut = vec!["é".repeat(512); 63];
+        next(Record::Used { running: cut.clone(), waiting: cut });
         next(Record::Ran { adapters: vec!["a".into(), "long-adapter".into()] });
         next(Record::Ran { adapters: vec![] });
         DOINGS.iter().for_each(|doing| next(Record::Adapter { doing: *doing, adapter: "a".into() }));

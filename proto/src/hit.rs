@@ -13,7 +13,7 @@
 //! let spec = |kind, span, set| Spec { kind, block: 16, span, eagle: false, set, partial: None };
 //! let hits = Hits { specs: vec![spec(Kind::Full, 0, 0), spec(Kind::Window, 40, 1)], ..Hits::plain(16, [0, 32, 0]) };
 //! let there = |set: usize, at: usize| at < 4 && !(set == 1 && at == 1);
-//! assert_eq!(find(&hits, 70, there), Some(0)); // 39 tokens before a hit's end must be in the window: 3 blocks
+//! assert_eq!(find(&hits, 70, there), Some(16)); // before 32, 48 and 64 the 39 tokens of the window have block 1
 //! ```
 
 use serde::{Deserialize, Serialize};

@@ -183,6 +183,8 @@ pub struct Gpus {
 pub struct Counters {
     /// Exceptions caught in hooks.
     pub faults: u64,
+    /// Steps in the lives of requests that are not told, because the agent's thread got no time for long.
+    pub untold: u64,
     /// Snapshots cut.
     pub snapshots: u64,
     /// Replays answered.

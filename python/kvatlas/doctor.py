@@ -269,9 +269,6 @@ def sockets(settings: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Line]
         if not address:
             lines.append(Line(role, OK, f"nowhere, since the agent dials KVATLAS_INDEX; {variable} would have it listen, too"))
             continue
-        if not address:
-            lines.append(Line(role, OK, "not listened on: the agent dials KVATLAS_INDEX"))
-            continue
         where = f"{address} ({os.environ.get(variable, '').strip() or 'the default'} + rank {settings['rank']})"
         problem = _cannot_listen(address)
         if address.endswith(":0"):

@@ -61,14 +61,12 @@ def gpus(parallel: Any) -> tuple[int, int, list[int] | None]:
     if parallel is None or (elsewhere and ids is None):
         return 0, 0, None
     # A world across several hosts has only a part of itself here.
-    world = getattr(parallel, "local_world_size", None) or getattr(parallel, "world_size", 0)
-    place = getattr(parallel, "data_parallel_rank_local", None)
-    if place is None:
-        place = getattr(parallel, "data_parallel_index", None)
-    if place is None:
-        place = getattr(parallel, "data_parallel_rank", 0)
+    world = getattr(parallel, "local_world_size", None) or getattr(parallel, "world_size", None) or 0
+    names = ("data_parallel_rank_local", "data_parallel_index", "data_parallel_rank")
+    given = (int(getattr(parallel, name)) for name in names if getattr(parallel, name, None) is not None)
+    place = next(given, 0)
     alone = getattr(parallel, "nnodes_within_dp", 1) == 1
-    return (int(place) if alone else 0), int(world), [int(one) for one in ids] if ids is not None else None
+    return (place if alone else 0), int(world), [int(one) for one in ids] if ids is not None else None
 
 
 def served_names(model_config: Any) -> list[str]:

@@ -28,7 +28,7 @@ const ATOMICS: [(&str, &str); 6] = [
     ("index/src/shared/", "its parts"),
     ("index/src/table/segment.rs", "the slots that its readers look at while its writer changes them"),
     ("agent/src/ring.rs", "the one hand-over from the engine's thread to ours"),
-    ("agent/src/engine.rs", "gauges that the engine's thread writes and ours reads"),
+    ("agent/src/engine", "gauges that the engine's thread writes and ours reads"),
     ("agent/src/feed.rs", "reads and writes those gauges on our side"),
 ];
 

@@ -32,6 +32,16 @@ def plugin():
     assert getattr(BlockPool.cache_full_blocks, "_kvatlas", False), "the entry point did not load"
 
 
+@pytest.fixture(autouse=True)
+def readers():
+    """A test that fails closes nothing; sockets that are left open would hold the end of the run up."""
+    yield
+    from world import Reader
+
+    for reader in list(Reader.open):
+        reader.close()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     from world import model_directory

@@ -5,7 +5,7 @@ import json
 import pathlib
 import random
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -236,8 +236,11 @@ class Closed:
 class Reader:
     """Follows an agent as an index does, with pyzmq, and checks what every receiver relies on."""
 
+    open: ClassVar[set["Reader"]] = set()
+
     def __init__(self, agent: Any) -> None:
         self.context = zmq.Context()
+        self.open.add(self)
         self.events = self.context.socket(zmq.SUB)
         self.events.setsockopt(zmq.SUBSCRIBE, b"kvatlas/1/")
         self.events.setsockopt(zmq.RCVHWM, 0)
@@ -255,6 +258,7 @@ class Reader:
         self.snapshot()
 
     def close(self) -> None:
+        self.open.discard(self)
         self.events.close(0)
         self.control.close(0)
         self.context.term()

@@ -20,6 +20,8 @@ use tokio::time::timeout;
 pub type AuditPage = (Vec<(u64, Vec<u8>)>, Option<u64>);
 /// Reads the engine's own pool from a block id on; `None` when it cannot be read. It may wait for the engine.
 pub type Auditor = Box<dyn Fn(u64) -> Option<AuditPage> + Send + Sync>;
+/// Has the engine's side tell what it owes, [`crate::engine::Engine::tell`]. It may wait for the engine.
+pub type Settler = Box<dyn Fn() + Send + Sync>;
 
 /// What the engine gives later than the start, each once.
 #[derive(Default)]
@@ -28,6 +30,8 @@ pub struct Later {
     pub bundle: OnceLock<Bundle>,
     /// The way to read the pool.
     pub auditor: OnceLock<Auditor>,
+    /// The way to be told what is owed while the engine rests.
+    pub settler: OnceLock<Settler>,
 }
 
 impl std::fmt::Debug for Later {

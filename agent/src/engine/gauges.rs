@@ -12,10 +12,12 @@ pub struct Gauges {
     pub(super) kv_use: AtomicU32,
     pub(super) steps: AtomicU64,
     pub(super) faults: AtomicU64,
+    pub(super) untold: AtomicU64,
     pub(super) unknown_below: AtomicU64,
     pub(super) unknown_media: AtomicU64,
     pub(super) asleep: AtomicBool,
     pub(super) draining: AtomicBool,
+    pub(super) owes: AtomicBool,
     /// Written by the publisher: the last seq that it published.
     pub published: AtomicU64,
 }
@@ -46,9 +48,19 @@ impl Gauges {
         self.draining.load(Ordering::Relaxed)
     }
 
+    /// Did the ring have no room for something that is to be told yet?
+    pub fn owes(&self) -> bool {
+        self.owes.load(Ordering::Relaxed)
+    }
+
     /// Faults caught on the engine's thread.
     pub fn faults(&self) -> u64 {
         self.faults.load(Ordering::Relaxed)
+    }
+
+    /// Steps in the lives of requests that found no room.
+    pub fn untold(&self) -> u64 {
+        self.untold.load(Ordering::Relaxed)
     }
 
     /// Reports of tiers below about blocks that are not known, and about media that are not known.

@@ -5,6 +5,10 @@ use crate::edge::install;
 use crate::edge::process::Process;
 use anyhow::Result;
 use std::process::Command;
+use std::time::Duration;
+
+/// Each part is measured in minutes.
+const LIMIT: Duration = Duration::from_secs(60 * 60);
 
 /// What is measured.
 #[derive(Debug, clap::Parser)]
@@ -34,11 +38,11 @@ pub async fn bench_agent(bench: BenchAgent) -> Result<()> {
     };
     let mut hooks = script("bench_hooks.py");
     hooks.args(["--rounds", &bench.rounds.to_string()]);
-    Process::show("bench_hooks", &mut hooks)?.finish().await?;
+    Process::show("bench_hooks", &mut hooks)?.finish(LIMIT).await?;
     if bench.engines > 0 {
         let mut engine = script("bench_engine.py");
         engine.arg(places.model()).args(["--rounds", &bench.engines.to_string()]);
-        Process::show("bench_engine", &mut engine)?.finish().await?;
+        Process::show("bench_engine", &mut engine)?.finish(LIMIT).await?;
     }
     Ok(())
 }

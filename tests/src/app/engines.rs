@@ -6,6 +6,7 @@ use crate::edge::install;
 use crate::edge::process::Process;
 use anyhow::{Result, bail};
 use std::process::Command;
+use std::time::Duration;
 
 /// The environment's own vLLM.
 const NEWEST: &str = "0.32.0";
@@ -52,10 +53,13 @@ pub async fn compare(places: &Places, which: Engines) -> Result<()> {
             if *version != NEWEST {
                 command.env("PYTHONPATH", install::sources(places, package, version).await?);
             }
-            let (steps, searches) = if which == Engines::All { ("1000", "5000") } else { ("60", "500") };
+            let (steps, searches, limit) = match which {
+                Engines::All => ("1000", "5000", 60 * 60),
+                Engines::Newest | Engines::Some => ("60", "500", 10 * 60),
+            };
             command.current_dir(&places.root).args(["-W", "ignore", "tests/python/engines/drive.py"]);
             command.args(["--expect", version, "--steps", steps, "--searches", searches]);
-            Process::show(&format!("vLLM {version}"), &mut command)?.finish().await
+            Process::show(&format!("vLLM {version}"), &mut command)?.finish(Duration::from_secs(limit)).await
         };
         if let Err(error) = outcome.await {
             eprintln!("{error:#}");

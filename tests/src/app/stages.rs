@@ -7,7 +7,12 @@ use crate::edge::install;
 use crate::edge::process::Process;
 use anyhow::{Result, bail};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// What hangs is ended, so that it costs one stage and not the run. Cargo downloads and compiles everything on a new
+/// machine, and the Python tests take a minute and a half.
+const CARGO_LIMIT: Duration = Duration::from_secs(40 * 60);
+const PYTEST_LIMIT: Duration = Duration::from_secs(15 * 60);
 
 /// What is verified, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -105,7 +110,7 @@ async fn pytest(places: &Places, what: &str) -> Result<()> {
     if what.ends_with(".py") {
         command.env("KVATLAS_E2E_PROCESSES", "1");
     }
-    Process::show("pytest", &mut command)?.finish().await.map(|_| ())
+    Process::show("pytest", &mut command)?.finish(PYTEST_LIMIT).await.map(|_| ())
 }
 
 fn has(places: &Places, tool: &str) -> bool {
@@ -115,5 +120,5 @@ fn has(places: &Places, tool: &str) -> bool {
 async fn cargo(places: &Places, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(&places.cargo);
     command.current_dir(&places.root).args(arguments);
-    Process::show(&format!("cargo {}", arguments[0]), &mut command)?.finish().await.map(|_| ())
+    Process::show(&format!("cargo {}", arguments[0]), &mut command)?.finish(CARGO_LIMIT).await.map(|_| ())
 }

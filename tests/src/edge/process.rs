@@ -122,10 +122,13 @@ impl Process {
     /// Waits until it ends by itself, with a line of progress now and then.
     ///
     /// # Errors
-    /// When it ends with another code than 0; the end of its log is shown.
-    pub async fn finish(mut self) -> Result<Duration> {
+    /// When it ends with another code than 0, or `limit` passes; the end of its log is shown.
+    pub async fn finish(mut self, limit: Duration) -> Result<Duration> {
         let mut told = Instant::now();
         while !self.has_ended() {
+            if self.started.elapsed() > limit {
+                bail!("{} did not end within {} s.\n{}", self.name, limit.as_secs(), self.tail());
+            }
             if self.log.is_some() && told.elapsed() > PROGRESS {
                 told = Instant::now();
                 eprintln!("  ... {}, {} s so far", self.name, self.started.elapsed().as_secs());
@@ -245,6 +248,8 @@ mod tests {
         log
     }
 
+    const SOON: Duration = Duration::from_secs(60);
+
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
@@ -269,10 +274,22 @@ mod tests {
     #[tokio::test]
     async fn a_failure_shows_the_end_of_the_log_of_this_run_only() -> Result<()> {
         let log = scratch("failure.log");
-        Process::start("first", &mut shell("echo old words"), &log)?.finish().await?;
-        let error = Process::start("second", &mut shell("echo new words; exit 3"), &log)?.finish().await.unwrap_err();
+        Process::start("first", &mut shell("echo old words"), &log)?.finish(SOON).await?;
+        let error =
+            Process::start("second", &mut shell("echo new words; exit 3"), &log)?.finish(SOON).await.unwrap_err();
         let text = format!("{error:#}");
         assert!(text.contains("new words") && text.contains("exit status: 3") && !text.contains("old words"), "{text}");
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn one_that_hangs_is_ended_and_named() -> Result<()> {
+        let log = scratch("hang.log");
+        let process = Process::start("hangs", &mut shell("echo waits; sleep 600"), &log)?;
+        let group = process.group;
+        let error = process.finish(Duration::from_millis(200)).await.unwrap_err();
+        assert!(format!("{error:#}").starts_with("hangs did not end within 0 s."));
+        assert!(test_kill_process_group(group).is_err());
         Ok(())
     }
 
