@@ -1,5 +1,5 @@
 //! The agent on the real cache managers of the vLLMs that it promises: `tests/python/engines/drive.py` in one process
-//! for each version.
+//! for each version, `kvatlas-index` behind the agent.
 
 use crate::config::Places;
 use crate::edge::install;
@@ -58,7 +58,8 @@ pub async fn compare(places: &Places, which: Engines) -> Result<()> {
                 Engines::Newest | Engines::Some => ("60", "500", 10 * 60),
             };
             command.current_dir(&places.root).args(["-W", "ignore", "tests/python/engines/drive.py"]);
-            command.args(["--expect", version, "--steps", steps, "--searches", searches]);
+            command.args(["--expect", version, "--steps", steps, "--searches", searches, "--index"]);
+            command.arg(places.programs.join("kvatlas-index"));
             Process::show(&format!("vLLM {version}"), &mut command)?.finish(Duration::from_secs(limit)).await
         };
         if let Err(error) = outcome.await {

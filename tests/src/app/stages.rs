@@ -93,6 +93,7 @@ async fn run(places: &Places, stage: Stage, which: Engines) -> Result<bool> {
         Stage::Engines => {
             install::engines(places).await?;
             install::wheel(places).await?;
+            install::programs(places).await?;
             engines::compare(places, which).await?;
         }
         Stage::E2e => {
