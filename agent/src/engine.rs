@@ -9,7 +9,7 @@ pub use gauges::Gauges;
 use crate::facts::{Counts, Facts};
 use crate::plan::Plan;
 use crate::record::Pen;
-use crate::requests::{Grain, Item, Live, Requests, Tokens, adapter_name};
+use crate::requests::{Grain, Item, Live, Requests, Tokens, Which, adapter_name};
 use crate::ring::Writer;
 use crate::slots::{Key, Slots};
 use crate::tiers::{Report, Tiers, UNKNOWN_MEDIUM};
@@ -93,20 +93,22 @@ impl Engine {
     }
 
     /// Is this request followed?
-    pub fn knows(&mut self, id: &str) -> bool {
-        self.requests.get(id).is_some()
+    pub fn knows<'a>(&mut self, which: impl Into<Which<'a>>) -> bool {
+        self.requests.get(which).is_some()
     }
 
     /// A request entered the scheduler. Names the blocks of its prompt; only its first `nameable` tokens can be named.
-    pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) {
-        self.follow(request, items, nameable);
+    /// Gives the agent's number of it.
+    pub fn arrived<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) -> u64 {
+        let number = self.follow(request, items, nameable);
         let told = self.pen.arrived(request.id);
         self.life(told);
         self.tell();
+        number
     }
 
     /// As [`Engine::arrived`], for a request that is live already: nothing is told of its arrival.
-    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) {
+    pub fn follow<T: Tokens + ?Sized>(&mut self, request: &Request<'_, T>, items: Vec<Item>, nameable: usize) -> u64 {
         let number = self.requests.number();
         let root = root(Namespace { model: &self.model, adapter: request.adapter, salt: request.salt }, self.seed);
         let adapter = self.requests.adapter(request.adapter);
@@ -127,6 +129,7 @@ impl Engine {
         } else {
             self.gauges.fault();
         }
+        number
     }
 
     /// The tokens of a live request were changed, not just continued: its names are made anew when they are needed.
@@ -161,19 +164,25 @@ impl Engine {
     }
 
     /// A lookup hit these blocks of a group, the first ones of the request: those that were lost get their names back.
-    pub fn hit(&mut self, id: &str, tokens: &(impl Tokens + ?Sized), group: u32, blocks: &[Option<u32>]) {
+    pub fn hit<'a>(
+        &mut self,
+        which: impl Into<Which<'a>>,
+        tokens: &(impl Tokens + ?Sized),
+        group: u32,
+        blocks: &[Option<u32>],
+    ) {
         let lost = |block: &Option<u32>| block.filter(|block| self.slots.is_lost(*block));
         let lost: Vec<Option<u32>> = blocks.iter().map(lost).collect();
         if lost.iter().any(Option::is_some) {
-            self.cached(id, tokens, group, 0, &lost);
+            self.cached(which, tokens, group, 0, &lost);
         }
     }
 
     /// The engine looked a request of `total` tokens up and found `delivered` of them; `bypassed` says that it did
     /// not even look.
-    pub fn looked_up(
+    pub fn looked_up<'a>(
         &mut self,
-        id: &str,
+        which: impl Into<Which<'a>>,
         tokens: &(impl Tokens + ?Sized),
         total: usize,
         delivered: usize,
@@ -181,7 +190,7 @@ impl Engine {
     ) {
         self.settle();
         let owes = self.slots.owes();
-        let Some((live, _)) = self.requests.get(id) else { return };
+        let Some((live, _)) = self.requests.get(which) else { return };
         live.delivers(delivered);
         if live.nameable == 0 || owes || self.slots.lost() > 0 {
             return;
@@ -197,8 +206,8 @@ impl Engine {
     }
 
     /// As [`Engine::looked_up`], by rules that are not the engine's own: a KV connector is asked for what is missing.
-    pub fn looked_up_elsewhere(&mut self, id: &str, delivered: usize) {
-        self.requests.get(id).into_iter().for_each(|(live, _)| live.delivers(delivered));
+    pub fn looked_up_elsewhere<'a>(&mut self, which: impl Into<Which<'a>>, delivered: usize) {
+        self.requests.get(which).into_iter().for_each(|(live, _)| live.delivers(delivered));
     }
 
     /// Physical blocks of a group got keys of a request that is not followed: they have no names.
@@ -215,16 +224,16 @@ impl Engine {
     /// Physical blocks of a request got keys in a group, each in place of what it had: `blocks[i]` holds block
     /// `first + i` of the group, `None` where nothing is cached. False, and nothing done, when the request is not
     /// followed.
-    pub fn cached(
+    pub fn cached<'a>(
         &mut self,
-        id: &str,
+        which: impl Into<Which<'a>>,
         tokens: &(impl Tokens + ?Sized),
         group: u32,
         first: usize,
         blocks: &[Option<u32>],
     ) -> bool {
         self.settle();
-        let Some((live, adapters)) = self.requests.get(id) else { return false };
+        let Some((live, adapters)) = self.requests.get(which) else { return false };
         let Some(place) = self.plan.place(group) else { return true };
         let (units, group) = (place.units, group as u16);
         let (root, adapter) = (live.root, (live.adapter, adapter_name(adapters, live.adapter)));
@@ -269,9 +278,9 @@ impl Engine {
 
     /// A physical block of a group got a key for the first `end` tokens of a request, which end inside the block or
     /// with it; `alone` says that it has no other key now. False, and nothing done, when the request is not followed.
-    pub fn cached_partial(
+    pub fn cached_partial<'a>(
         &mut self,
-        id: &str,
+        which: impl Into<Which<'a>>,
         tokens: &(impl Tokens + ?Sized),
         group: u32,
         block: u32,
@@ -279,7 +288,7 @@ impl Engine {
         alone: bool,
     ) -> bool {
         self.settle();
-        let Some((live, adapters)) = self.requests.get(id) else { return false };
+        let Some((live, adapters)) = self.requests.get(which) else { return false };
         let Some(place) = self.plan.place(group) else { return true };
         let units = self.grain.names(end + self.grain.ahead);
         let (root, number, nameable) = (live.root, live.adapter, live.nameable);
@@ -332,9 +341,9 @@ impl Engine {
 
     /// The engine's hashes (their last 8 bytes) of blocks of a request that were cached: `hashes[i]` is of block
     /// `first + i` of the group.
-    pub fn hashed(&mut self, id: &str, group: u32, first: usize, hashes: &[u64]) {
+    pub fn hashed<'a>(&mut self, which: impl Into<Which<'a>>, group: u32, first: usize, hashes: &[u64]) {
         let (Some(tiers), Some(place)) = (&mut self.tiers, self.plan.place(group)) else { return };
-        let Some((live, _)) = self.requests.get(id) else { return };
+        let Some((live, _)) = self.requests.get(which) else { return };
         let (root, adapter) = (live.root, live.adapter);
         let known = live.known();
         let name = |block: usize| known.get((block + 1) * place.units - 1).copied();

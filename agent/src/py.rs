@@ -14,7 +14,7 @@ use proto::event::Group;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyList};
 
 mod audit;
 mod hits;
@@ -23,7 +23,7 @@ mod read;
 mod settings;
 
 use audit::page;
-use read::{Ids, argument, block_id, described, ids, optional, plan, reports, tail, text};
+use read::{Ids, argument, block_id, called, described, ids, number, optional, plan, reports, tail, text};
 
 /// The agent of one scheduler.
 #[pyclass(module = "kvatlas._agent", weakref)]
@@ -161,14 +161,16 @@ impl Agent {
     /// `Scheduler.add_request(request)` returned.
     fn arrived(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, self.paths, |request, items, nameable| agent.engine.arrived(request, items, nameable))
+        let made =
+            described(request, self.paths, |request, items, nameable| agent.engine.arrived(request, items, nameable))?;
+        number(request, made);
+        Ok(())
     }
 
     /// The tokens of a live request were replaced.
     fn replaced(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        described(request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
-        Ok(())
+        follow(agent, request, self.paths)
     }
 
     /// `KVCacheManager.get_computed_blocks(request)` returned `result`; `bypassed` says that it did not look, `None`
@@ -182,16 +184,16 @@ impl Agent {
     ) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
         let py = request.py();
-        let id = request.getattr(intern!(py, "request_id"))?;
-        let (id, tokens) = (text(&id)?, ids(request)?);
-        if !agent.engine.knows(&id) {
-            described(request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
+        let (mut name, tokens) = (called(request)?, ids(request)?);
+        if !agent.engine.knows(name.which()) {
+            follow(agent, request, self.paths)?;
+            name = called(request)?;
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
         match bypassed {
-            Some(bypassed) => agent.engine.looked_up(&id, &tokens, tokens.0.len(), delivered, bypassed),
-            None => agent.engine.looked_up_elsewhere(&id, delivered),
+            Some(bypassed) => agent.engine.looked_up(name.which(), &tokens, tokens.0.len(), delivered, bypassed),
+            None => agent.engine.looked_up_elsewhere(name.which(), delivered),
         }
         if agent.engine.lost() > 0 && self.publishes {
             let groups = result.get_item(0)?.getattr(intern!(py, "blocks"))?;
@@ -202,7 +204,7 @@ impl Agent {
                 }
                 // A hit may end inside its last block: that one keeps its loss.
                 self.blocks.truncate(agent.engine.whole_blocks(group, delivered));
-                agent.engine.hit(&id, &tokens, group, &self.blocks);
+                agent.engine.hit(name.which(), &tokens, group, &self.blocks);
             }
         }
         Ok(())
@@ -230,13 +232,13 @@ impl Agent {
             };
             self.blocks.push((!masked && Some(id) != self.null_block).then_some(id));
         }
-        let id = request.getattr(intern!(py, "request_id"))?;
-        let id = text(&id)?;
+        let mut name = called(&request)?;
         let tokens = ids(&request)?;
         let tokens = Ids(&tokens);
-        if !agent.engine.cached(&id, &tokens, group, first, &self.blocks) {
-            described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
-            if !agent.engine.cached(&id, &tokens, group, first, &self.blocks) {
+        if !agent.engine.cached(name.which(), &tokens, group, first, &self.blocks) {
+            follow(agent, &request, self.paths)?;
+            name = called(&request)?;
+            if !agent.engine.cached(name.which(), &tokens, group, first, &self.blocks) {
                 agent.engine.cached_by_stranger(group, &self.blocks);
             }
         }
@@ -245,7 +247,7 @@ impl Agent {
             let units = agent.engine.units(group);
             let tails: PyResult<Vec<u64>> =
                 (first..end).map(|at| tail(&hashes.get_item((at + 1) * units - 1)?)).collect();
-            agent.engine.hashed(&id, group, first, &tails?);
+            agent.engine.hashed(name.which(), group, first, &tails?);
         }
         Ok(())
     }
@@ -282,15 +284,15 @@ impl Agent {
         let group: u32 = argument(kwargs, intern!(py, "kv_cache_group_id"))?.extract()?;
         let end: usize = argument(kwargs, intern!(py, "num_tokens"))?.extract()?;
         let request = argument(kwargs, intern!(py, "request"))?;
-        let id = request.getattr(intern!(py, "request_id"))?;
-        let (id, tokens, block) = (text(&id)?, ids(&request)?, block_id(&block)?);
+        let (mut name, tokens, block) = (called(&request)?, ids(&request)?, block_id(&block)?);
         // What the block had before is gone unless the pool keeps further keys of it.
         let more = pool.getattr(intern!(py, "cached_block_hashes_by_block"))?.cast_into::<PyDict>()?;
         let alone = more.get_item(block)?.is_none_or(|keys| keys.is_truthy().is_ok_and(|some| !some));
         let tokens = Ids(&tokens);
-        if !agent.engine.cached_partial(&id, &tokens, group, block, end, alone) {
-            described(&request, self.paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
-            agent.engine.cached_partial(&id, &tokens, group, block, end, alone);
+        if !agent.engine.cached_partial(name.which(), &tokens, group, block, end, alone) {
+            follow(agent, &request, self.paths)?;
+            name = called(&request)?;
+            agent.engine.cached_partial(name.which(), &tokens, group, block, end, alone);
         }
         Ok(())
     }
@@ -451,6 +453,13 @@ impl Agent {
     fn set_bundle(&self, bundle: &[u8]) -> bool {
         self.running.as_ref().is_some_and(|agent| agent.publisher.set_bundle(bundle.to_vec()))
     }
+}
+
+/// Follows a request that is live already, under a new number.
+fn follow(agent: &mut crate::Agent, request: &Bound<'_, PyAny>, paths: bool) -> PyResult<()> {
+    let made = described(request, paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
+    number(request, made);
+    Ok(())
 }
 
 /// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.

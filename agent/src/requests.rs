@@ -1,6 +1,7 @@
 //! Live requests and the names of their blocks: computed once for the prompt, continued while tokens are generated.
 
 use proto::block::{self, Extra, Fingerprint};
+use proto::residency::FingerprintMap;
 use std::collections::HashMap;
 
 /// Most requests followed at once. An engine has thousands at most; what is beyond stays unnamed and is counted.
@@ -143,15 +144,43 @@ impl Live {
     }
 }
 
-/// The live requests, by the engine's id.
+/// Which request is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Which<'a> {
+    /// By the engine's id.
+    Id(&'a str),
+    /// By the agent's own number, which is found sooner.
+    Number(u64),
+}
+
+impl<'a> From<&'a str> for Which<'a> {
+    fn from(id: &'a str) -> Self {
+        Self::Id(id)
+    }
+}
+
+impl<'a> From<&'a String> for Which<'a> {
+    fn from(id: &'a String) -> Self {
+        Self::Id(id)
+    }
+}
+
+/// The live requests.
 #[derive(Debug, Default)]
 pub struct Requests {
-    live: HashMap<Box<str>, Live>,
+    numbers_of: HashMap<Box<str>, u64>,
+    // By number, spread: those of live requests are near each other.
+    live: FingerprintMap<Live>,
     // Adapters by number; number 0 is "no adapter". Names are kept for good: operators load few, and they are limited.
     adapters: Vec<String>,
     // Where each was loaded from last, by number, less one.
     paths: Vec<String>,
     numbers: u64,
+}
+
+/// A number as its map wants its keys: others have others, and all bits count.
+fn spread(number: u64) -> u64 {
+    number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 /// Most adapter names kept. Requests of further ones stay unnamed.
@@ -203,8 +232,12 @@ impl Requests {
     }
 
     /// A request and the adapters' names.
-    pub fn get(&mut self, id: &str) -> Option<(&mut Live, &[String])> {
-        Some((self.live.get_mut(id)?, &self.adapters))
+    pub fn get<'a>(&mut self, which: impl Into<Which<'a>>) -> Option<(&mut Live, &[String])> {
+        let number = match which.into() {
+            Which::Id(id) => *self.numbers_of.get(id)?,
+            Which::Number(number) => number,
+        };
+        Some((self.live.get_mut(&spread(number))?, &self.adapters))
     }
 
     /// Follows a request. False when [`MAX_LIVE`] are followed already.
@@ -212,13 +245,17 @@ impl Requests {
         if self.live.len() >= MAX_LIVE {
             return false;
         }
-        self.live.insert(id.into(), live);
+        if let Some(before) = self.numbers_of.insert(id.into(), live.number) {
+            self.live.remove(&spread(before));
+        }
+        self.live.insert(spread(live.number), live);
         true
     }
 
     /// Follows a request no more.
     pub fn remove(&mut self, id: &str) -> Option<Live> {
-        self.live.remove(id)
+        let number = self.numbers_of.remove(id)?;
+        self.live.remove(&spread(number))
     }
 
     /// How many are followed.
@@ -250,6 +287,19 @@ mod tests {
         assert_eq!(live.names(9, grain, &tokens[..40]), &whole[..2]);
         assert_eq!(live.names(1, grain, &tokens[..40]), &whole[..1]);
         assert_eq!(live.names(6, grain, &tokens[..]), &whole[..6]);
+    }
+
+    #[test]
+    fn requests_are_found_by_either_name_until_they_are_gone() {
+        let mut all = Requests::default();
+        let (first, second) = (all.number(), all.number());
+        assert!(all.insert("a", Live::new(first, 7, 0, 40, vec![])));
+        assert!(all.get("a").is_some() && all.get(Which::Number(first)).is_some());
+        assert!(all.insert("a", Live::new(second, 8, 0, 40, vec![])), "the id is given anew");
+        assert_eq!(all.get("a").map(|(live, _)| live.root), Some(8));
+        assert!(all.get(Which::Number(first)).is_none(), "an old number means nobody");
+        assert_eq!((all.remove("a").map(|live| live.number), all.len()), (Some(second), 0));
+        assert!(all.get(Which::Number(second)).is_none() && all.remove("a").is_none());
     }
 
     #[test]

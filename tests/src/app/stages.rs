@@ -83,6 +83,9 @@ async fn run(places: &Places, stage: Stage, which: Engines) -> Result<bool> {
         Stage::Clippy if !has(places, "clippy") => return Ok(false),
         Stage::Clippy => {
             cargo(places, &["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]).await?;
+            // What only the wheel has.
+            cargo(places, &["clippy", "--package", "agent", "--features", "python", "--", "--deny", "warnings"])
+                .await?;
         }
         Stage::Rust => cargo(places, &["test", "--workspace"]).await?,
         Stage::Python => {
