@@ -170,7 +170,10 @@ impl World {
         self.agent.engine.step_ended();
         let held = |world: &Self| world.pool.iter().flatten().map(|(_, keys)| keys.len()).sum::<usize>();
         let seed = self.seed;
-        tokio::time::sleep(std::time::Duration::from_millis(60)).await;
+        // One message may have been under way, the next has all (a step's changes fit into one), the third is spare: the
+        // publisher has no other time than what the machine gives it.
+        let before = self.agent.publisher.published();
+        until("heartbeats", async || Ok(self.agent.publisher.published() > before + 2)).await?;
         let published = self.agent.publisher.published();
         until("the index has caught up", async || {
             let row = index.row("h.0").await?;
