@@ -23,7 +23,7 @@ mod read;
 mod settings;
 
 use audit::page;
-use read::{Ids, argument, block_id, called, described, ids, number, optional, plan, reports, tail, text};
+use read::{Called, Ids, argument, block_id, called, described, ids, number, optional, plan, reports, tail, text};
 
 /// The agent of one scheduler.
 #[pyclass(module = "kvatlas._agent", weakref)]
@@ -170,7 +170,8 @@ impl Agent {
     /// The tokens of a live request were replaced.
     fn replaced(&mut self, request: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(agent) = &mut self.running else { return Ok(()) };
-        follow(agent, request, self.paths)
+        follow(agent, request, self.paths)?;
+        Ok(())
     }
 
     /// `KVCacheManager.get_computed_blocks(request)` returned `result`; `bypassed` says that it did not look, `None`
@@ -186,8 +187,7 @@ impl Agent {
         let py = request.py();
         let (mut name, tokens) = (called(request)?, ids(request)?);
         if !agent.engine.knows(name.which()) {
-            follow(agent, request, self.paths)?;
-            name = called(request)?;
+            name = follow(agent, request, self.paths)?;
         }
         let delivered: usize = result.get_item(1)?.extract()?;
         let tokens = Ids(&tokens);
@@ -236,8 +236,7 @@ impl Agent {
         let tokens = ids(&request)?;
         let tokens = Ids(&tokens);
         if !agent.engine.cached(name.which(), &tokens, group, first, &self.blocks) {
-            follow(agent, &request, self.paths)?;
-            name = called(&request)?;
+            name = follow(agent, &request, self.paths)?;
             if !agent.engine.cached(name.which(), &tokens, group, first, &self.blocks) {
                 agent.engine.cached_by_stranger(group, &self.blocks);
             }
@@ -290,8 +289,7 @@ impl Agent {
         let alone = more.get_item(block)?.is_none_or(|keys| keys.is_truthy().is_ok_and(|some| !some));
         let tokens = Ids(&tokens);
         if !agent.engine.cached_partial(name.which(), &tokens, group, block, end, alone) {
-            follow(agent, &request, self.paths)?;
-            name = called(&request)?;
+            name = follow(agent, &request, self.paths)?;
             agent.engine.cached_partial(name.which(), &tokens, group, block, end, alone);
         }
         Ok(())
@@ -455,11 +453,11 @@ impl Agent {
     }
 }
 
-/// Follows a request that is live already, under a new number.
-fn follow(agent: &mut crate::Agent, request: &Bound<'_, PyAny>, paths: bool) -> PyResult<()> {
+/// Follows a request that is live already, under a new number, by which it is called from now on.
+fn follow(agent: &mut crate::Agent, request: &Bound<'_, PyAny>, paths: bool) -> PyResult<Called> {
     let made = described(request, paths, |request, items, nameable| agent.engine.follow(request, items, nameable))?;
     number(request, made);
-    Ok(())
+    Ok(Called::Number(made))
 }
 
 /// Log lines go where vLLM's go. A second scheduler in one process keeps the first one's level.

@@ -48,8 +48,7 @@ async fn b12_other_publishers_are_counted_and_named() -> Result<()> {
     until("all three are counted", async || Ok(index.row("a.0").await?["bad_messages"] == 3)).await?;
     let reason = index.row("a.0").await?["reason"].to_string();
     assert!(reason.contains("not a batch of KV events"), "{reason}");
-    let (_, metrics) = http::exchange(index.http, "GET", "/metrics", None).await?;
-    let metrics = String::from_utf8_lossy(&metrics).into_owned();
+    let metrics = index.metrics().await?;
     assert!(metrics.contains("kvatlas_index_stream_events_total{event=\"bad\"} 3"), "{metrics}");
     // What they said is lost, as with a gap: the next message shows it.
     engine.seq = 2;
@@ -68,8 +67,7 @@ async fn b13_blocks_that_are_not_credited_are_counted_by_reason() -> Result<()> 
     engine.step(&[stored(&[8], None, 0..5), removed(&[99])], false).await?;
     until("they are counted", async || Ok(index.row("a.0").await?["native"]["unknown_removed"] == 1)).await?;
     assert_eq!(index.row("a.0").await?["native"], json!({"parked": 3, "unplaced": 1, "unknown_removed": 1}));
-    let (_, metrics) = http::exchange(index.http, "GET", "/metrics", None).await?;
-    let metrics = String::from_utf8_lossy(&metrics).into_owned();
+    let metrics = index.metrics().await?;
     assert!(metrics.contains("kvatlas_index_native_total{engine=\"a.0\",reason=\"parked\"} 3"), "{metrics}");
     Ok(())
 }

@@ -86,17 +86,15 @@ async fn b8_b9_first_contact_and_every_face() -> Result<()> {
         http::exchange(index.http, "POST", "/v1/match", Some(&json!({"model": "tiny", "prompt": "hello"}))).await?;
     assert_eq!(got.as_u16(), 501);
     assert!(http::is_ok(index.http, "/healthz").await && http::is_ok(index.http, "/readyz").await);
+    // Sizes of the table are told by its writer twice a second.
+    until("the table's sizes are told", async || Ok(index.metrics().await?.contains("{what=\"blocks\"} 6"))).await?;
+    let metrics = index.metrics().await?;
     for line in [
         "kvatlas_index_engines{state=\"in_step\"} 1",
         "kvatlas_index_resyncs_total{reason=\"first\"} 1",
-        // Sizes of the table are told by its writer twice a second.
         "kvatlas_index_core{what=\"blocks\"} 6",
     ] {
-        until(line, async || {
-            let (_, metrics) = http::exchange(index.http, "GET", "/metrics", None).await?;
-            Ok(String::from_utf8_lossy(&metrics).contains(line))
-        })
-        .await?;
+        assert!(metrics.contains(line), "{line:?} is not in {metrics}");
     }
     until("the bundle is here", async || Ok(index.handle.bundle("tiny").is_ok())).await?;
     let (_, bundle) = http::exchange(index.http, "GET", "/v1/models/tiny/bundle", None).await?;

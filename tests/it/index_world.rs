@@ -199,6 +199,12 @@ impl Running {
         http::get(self.http, &format!("/v1/engines/{engine}")).await
     }
 
+    /// The page of metrics.
+    pub async fn metrics(&self) -> Result<String> {
+        let (_, page) = http::exchange(self.http, "GET", "/metrics", None).await?;
+        Ok(String::from_utf8_lossy(&page).into_owned())
+    }
+
     /// Waits for an engine's state.
     pub async fn state(&self, engine: &str, state: &str) -> Result<()> {
         until(&format!("{engine} is {state}"), async || Ok(self.row(engine).await?["state"] == state)).await
