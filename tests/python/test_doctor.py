@@ -95,9 +95,14 @@ def image(tmp_path):
 
 
 def free() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    """A port that is free, and the next one, too: that of rank 1."""
+    while True:
+        with socket.socket() as taken, socket.socket() as after:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                after.bind(("127.0.0.1", port + 1))
+                return port
 
 
 @contextlib.contextmanager
